@@ -2,6 +2,7 @@ package sandbox
 
 import (
 	"fmt"
+	"math"
 	"regexp"
 	"strings"
 	"time"
@@ -124,7 +125,7 @@ func ValidateLabels(labels map[string]string) error {
 		return errs.OverLimit(errs.Invalid, "labels of a sandbox", MaxLabels, len(labels))
 	}
 	for k, v := range labels {
-		if !labelPattern.MatchString(k) || !(v == "" || labelPattern.MatchString(v)) {
+		if !labelPattern.MatchString(k) || v != "" && !labelPattern.MatchString(v) {
 			return errs.E(errs.Invalid, "label %.80q=%.80q is not valid", k, v).WithHint("keys and values are up to 63 characters of A-Za-z0-9._/-")
 		}
 	}
@@ -156,8 +157,7 @@ func oneOf(field, value string, allowed ...string) error {
 }
 
 func atLeast[T int64 | float64](field string, value T, least float64) error {
-	// The negated form also refuses NaN.
-	if !(float64(value) >= least) {
+	if f := float64(value); f < least || math.IsNaN(f) || math.IsInf(f, 0) {
 		return errs.E(errs.Invalid, "%s of %v is too small", field, value).WithHint("use at least %v", fmtNumber(least))
 	}
 	return nil

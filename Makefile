@@ -1,0 +1,67 @@
+# Harena. `make demo` and `make test` install what is missing; see README.md.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := build
+GO ?= go
+VERSION ?= $(shell git describe --tags --always --dirty 2>/dev/null || echo dev)
+TOOLS := $(shell scripts/tools-dir)
+export PATH := $(TOOLS):$(PATH)
+LDFLAGS := -s -w -X main.version=$(VERSION)
+ZYGOTE := internal/supervisor/zygote/zygote.bin
+
+.PHONY: build demo test soak lint bench generate check-generated setup tools unit scenario fuzz clean
+
+build: bin/harena bin/harena-guest
+
+.PHONY: bin/harena bin/harena-guest
+bin/harena: $(ZYGOTE)
+	CGO_ENABLED=0 $(GO) build -trimpath -ldflags '$(LDFLAGS)' -o $@ ./cmd/harena
+bin/harena-guest: $(ZYGOTE)
+	CGO_ENABLED=0 $(GO) build -trimpath -ldflags '$(LDFLAGS)' -o $@ ./cmd/harena-guest
+
+# The program that enters sandboxes; embedded in harena-guest.
+$(ZYGOTE): $(wildcard internal/supervisor/zygote/*.[chS]) internal/supervisor/zygote/build.sh
+	internal/supervisor/zygote/build.sh
+
+setup:
+	scripts/setup
+
+tools: $(TOOLS)/.complete
+$(TOOLS)/.complete: tools/go.mod tools/go.sum
+	scripts/tools-build $(TOOLS)
+
+generate: tools
+	cd api && buf lint && buf generate
+
+# Generated code is checked in; CI regenerates it and fails on a difference.
+# The baseline is the API that clients in the field were built against.
+check-generated: generate
+	git diff --exit-code -- api ':!api/baseline.binpb' || { echo 'generated code differs: run make generate and commit'; exit 1; }
+	cd api && buf breaking --against baseline.binpb
+
+lint: tools $(ZYGOTE)
+	golangci-lint run ./...
+	scripts/check-size
+
+demo: setup build
+	scripts/demo
+
+unit: $(ZYGOTE)
+	$(GO) test -race -timeout 15m ./api/... ./internal/... ./sdk/... ./cmd/...
+
+scenario: build
+	$(GO) test -count=1 -timeout 20m ./test/...
+
+fuzz: $(ZYGOTE)
+	scripts/fuzz
+
+test: setup check-generated lint unit scenario fuzz
+
+soak: setup build
+	scripts/soak
+
+bench: setup build
+	scripts/bench
+
+clean:
+	rm -rf bin $(ZYGOTE)
