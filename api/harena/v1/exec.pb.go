@@ -1047,7 +1047,8 @@ type SendInputRequest struct {
 	// already are skipped, which makes a retry safe; a gap is an error.
 	Offset *int64 `protobuf:"varint,4,opt,name=offset,proto3,oneof" json:"offset,omitempty"`
 	// Close the input after data.
-	Eof           bool `protobuf:"varint,5,opt,name=eof,proto3" json:"eof,omitempty"`
+	Eof           bool   `protobuf:"varint,5,opt,name=eof,proto3" json:"eof,omitempty"`
+	RequestId     string `protobuf:"bytes,6,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1117,6 +1118,13 @@ func (x *SendInputRequest) GetEof() bool {
 	return false
 }
 
+func (x *SendInputRequest) GetRequestId() string {
+	if x != nil {
+		return x.RequestId
+	}
+	return ""
+}
+
 type SendInputResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Bytes accepted so far.
@@ -1168,6 +1176,7 @@ type ResizeRequest struct {
 	CommandId     string                 `protobuf:"bytes,2,opt,name=command_id,json=commandId,proto3" json:"command_id,omitempty"`
 	Cols          uint32                 `protobuf:"varint,3,opt,name=cols,proto3" json:"cols,omitempty"`
 	Rows          uint32                 `protobuf:"varint,4,opt,name=rows,proto3" json:"rows,omitempty"`
+	RequestId     string                 `protobuf:"bytes,5,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1230,6 +1239,13 @@ func (x *ResizeRequest) GetRows() uint32 {
 	return 0
 }
 
+func (x *ResizeRequest) GetRequestId() string {
+	if x != nil {
+		return x.RequestId
+	}
+	return ""
+}
+
 type ResizeResponse struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	unknownFields protoimpl.UnknownFields
@@ -1273,7 +1289,8 @@ type SignalRequest struct {
 	// Name (SIGTERM or TERM) or number; default SIGTERM.
 	Signal string `protobuf:"bytes,3,opt,name=signal,proto3" json:"signal,omitempty"`
 	// Every process the command started, also those that left its process group.
-	Tree          bool `protobuf:"varint,4,opt,name=tree,proto3" json:"tree,omitempty"`
+	Tree          bool   `protobuf:"varint,4,opt,name=tree,proto3" json:"tree,omitempty"`
+	RequestId     string `protobuf:"bytes,5,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1336,6 +1353,13 @@ func (x *SignalRequest) GetTree() bool {
 	return false
 }
 
+func (x *SignalRequest) GetRequestId() string {
+	if x != nil {
+		return x.RequestId
+	}
+	return ""
+}
+
 type SignalResponse struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	unknownFields protoimpl.UnknownFields
@@ -1377,7 +1401,7 @@ type CommandInfo struct {
 	CommandId string                 `protobuf:"bytes,1,opt,name=command_id,json=commandId,proto3" json:"command_id,omitempty"`
 	// The program and its arguments, or the shell text; cut at 4 KiB.
 	CommandLine string `protobuf:"bytes,2,opt,name=command_line,json=commandLine,proto3" json:"command_line,omitempty"`
-	// running, ended, or detached (ended, with children that still hold its output).
+	// running, ended, or detached (ended, with children that still run).
 	State         string                 `protobuf:"bytes,3,opt,name=state,proto3" json:"state,omitempty"`
 	Started       *timestamppb.Timestamp `protobuf:"bytes,4,opt,name=started,proto3" json:"started,omitempty"`
 	Result        *Result                `protobuf:"bytes,5,opt,name=result,proto3" json:"result,omitempty"`
@@ -1965,7 +1989,7 @@ const file_harena_v1_exec_proto_rawDesc = "" +
 	"\rstderr_offset\x18\x04 \x01(\x03R\fstderrOffset\x12\x1b\n" +
 	"\tno_follow\x18\x05 \x01(\bR\bnoFollow\"<\n" +
 	"\x0fConnectResponse\x12)\n" +
-	"\x06output\x18\x01 \x01(\v2\x11.harena.v1.OutputR\x06output\"\x9e\x01\n" +
+	"\x06output\x18\x01 \x01(\v2\x11.harena.v1.OutputR\x06output\"\xbd\x01\n" +
 	"\x10SendInputRequest\x12\x1d\n" +
 	"\n" +
 	"sandbox_id\x18\x01 \x01(\tR\tsandboxId\x12\x1d\n" +
@@ -1973,25 +1997,31 @@ const file_harena_v1_exec_proto_rawDesc = "" +
 	"command_id\x18\x02 \x01(\tR\tcommandId\x12\x12\n" +
 	"\x04data\x18\x03 \x01(\fR\x04data\x12\x1b\n" +
 	"\x06offset\x18\x04 \x01(\x03H\x00R\x06offset\x88\x01\x01\x12\x10\n" +
-	"\x03eof\x18\x05 \x01(\bR\x03eofB\t\n" +
+	"\x03eof\x18\x05 \x01(\bR\x03eof\x12\x1d\n" +
+	"\n" +
+	"request_id\x18\x06 \x01(\tR\trequestIdB\t\n" +
 	"\a_offset\"+\n" +
 	"\x11SendInputResponse\x12\x16\n" +
-	"\x06offset\x18\x01 \x01(\x03R\x06offset\"u\n" +
+	"\x06offset\x18\x01 \x01(\x03R\x06offset\"\x94\x01\n" +
 	"\rResizeRequest\x12\x1d\n" +
 	"\n" +
 	"sandbox_id\x18\x01 \x01(\tR\tsandboxId\x12\x1d\n" +
 	"\n" +
 	"command_id\x18\x02 \x01(\tR\tcommandId\x12\x12\n" +
 	"\x04cols\x18\x03 \x01(\rR\x04cols\x12\x12\n" +
-	"\x04rows\x18\x04 \x01(\rR\x04rows\"\x10\n" +
-	"\x0eResizeResponse\"y\n" +
+	"\x04rows\x18\x04 \x01(\rR\x04rows\x12\x1d\n" +
+	"\n" +
+	"request_id\x18\x05 \x01(\tR\trequestId\"\x10\n" +
+	"\x0eResizeResponse\"\x98\x01\n" +
 	"\rSignalRequest\x12\x1d\n" +
 	"\n" +
 	"sandbox_id\x18\x01 \x01(\tR\tsandboxId\x12\x1d\n" +
 	"\n" +
 	"command_id\x18\x02 \x01(\tR\tcommandId\x12\x16\n" +
 	"\x06signal\x18\x03 \x01(\tR\x06signal\x12\x12\n" +
-	"\x04tree\x18\x04 \x01(\bR\x04tree\"\x10\n" +
+	"\x04tree\x18\x04 \x01(\bR\x04tree\x12\x1d\n" +
+	"\n" +
+	"request_id\x18\x05 \x01(\tR\trequestId\"\x10\n" +
 	"\x0eSignalResponse\"\xa5\x02\n" +
 	"\vCommandInfo\x12\x1d\n" +
 	"\n" +

@@ -14,8 +14,11 @@ type Spec struct {
 	Argv  []string // any bytes but NUL
 	Env   []string
 	Cwd   string
-	UID   uint32 // inside
-	GID   uint32
+	// CwdOrRoot starts the command in "/" when Cwd cannot be entered: nobody asked for this directory by name, it is a home
+	// that may not exist.
+	CwdOrRoot bool
+	UID       uint32 // inside
+	GID       uint32
 	// Groups are supplementary groups, inside; at most 64.
 	Groups []uint32
 	// Stdin, Stdout, Stderr are given to the command as 0, 1, 2. The caller still owns and closes its copies.
