@@ -1,0 +1,153 @@
+package server
+
+import (
+	"context"
+	"errors"
+	"net/http"
+	"sort"
+
+	"connectrpc.com/connect"
+
+	"github.com/harena-dev/harena/api/harena/edge/v1/edgev1connect"
+	"github.com/harena-dev/harena/api/harena/v1/harenav1connect"
+	"github.com/harena-dev/harena/internal/errs"
+	"github.com/harena-dev/harena/internal/sandbox"
+)
+
+// HeaderSandbox carries the sandbox ID of a relayed call, so that the edge can
+// pass it on without decoding it.
+const HeaderSandbox = "Harena-Sandbox"
+
+// Edges is how an apiserver reaches edges.
+type Edges interface {
+	// IDs lists the known edges, sorted.
+	IDs() []sandbox.EdgeID
+	// Client returns the connection to an edge; false when it is not known.
+	Client(id sandbox.EdgeID) (*Edge, bool)
+}
+
+// Edge is a connection to one edge, over HTTP.
+type Edge struct {
+	id        sandbox.EdgeID
+	url       string
+	transport http.RoundTripper
+
+	life   edgev1connect.EdgeServiceClient
+	exec   harenav1connect.ExecServiceClient
+	file   harenav1connect.FileServiceClient
+	layer  harenav1connect.LayerServiceClient
+	events harenav1connect.EventServiceClient
+}
+
+// NewEdge makes the connection to the edge that serves under url by transport.
+func NewEdge(id sandbox.EdgeID, url string, transport http.RoundTripper) *Edge {
+	// No Timeout: calls end with their caller.
+	c := &http.Client{Transport: transport}
+	return &Edge{
+		id: id, url: url, transport: transport,
+		life:   edgev1connect.NewEdgeServiceClient(c, url),
+		exec:   harenav1connect.NewExecServiceClient(c, url),
+		file:   harenav1connect.NewFileServiceClient(c, url),
+		layer:  harenav1connect.NewLayerServiceClient(c, url),
+		events: harenav1connect.NewEventServiceClient(c, url),
+	}
+}
+
+// Static is a fixed set of edges.
+type Static map[sandbox.EdgeID]*Edge
+
+// NewStatic makes a set of the edges.
+func NewStatic(edges ...*Edge) Static {
+	s := Static{}
+	for _, e := range edges {
+		s[e.id] = e
+	}
+	return s
+}
+
+// IDs implements Edges.
+func (s Static) IDs() []sandbox.EdgeID {
+	ids := make([]sandbox.EdgeID, 0, len(s))
+	for id := range s {
+		ids = append(ids, id)
+	}
+	sort.Slice(ids, func(i, j int) bool { return ids[i] < ids[j] })
+	return ids
+}
+
+// Client implements Edges.
+func (s Static) Client(id sandbox.EdgeID) (*Edge, bool) {
+	e, ok := s[id]
+	return e, ok
+}
+
+// edgeOf returns the edge of a sandbox ID that comes from outside.
+func (s *Server) edgeOf(id string) (*Edge, error) {
+	parsed, err := sandbox.ParseID(id)
+	if err != nil {
+		return nil, err
+	}
+	e, ok := s.Edges.Client(parsed.Edge())
+	if !ok {
+		return nil, errs.E(errs.NotFound, "sandbox %s is on edge %s, which this server does not know", id, parsed.Edge()).
+			On("sandbox %s", id).WithHint("check the ID with `harena ps`, and that HARENA_URL names the right server")
+	}
+	return e, nil
+}
+
+// edgeNamed returns the edge with the ID, or the only one when it is empty.
+func (s *Server) edgeNamed(id string) (*Edge, error) {
+	if id == "" {
+		return s.onlyEdge(errs.Invalid, "name an edge: there are several")
+	}
+	parsed, err := sandbox.ParseEdgeID(id)
+	if err != nil {
+		return nil, err
+	}
+	e, ok := s.Edges.Client(parsed)
+	if !ok {
+		return nil, errs.E(errs.NotFound, "edge %s is not known", id).On("edge %s", id).WithHint("`harena fleet ls` lists the edges")
+	}
+	return e, nil
+}
+
+// onlyEdge returns the only edge, or an error of the kind when there are several.
+func (s *Server) onlyEdge(kind errs.Kind, several string) (*Edge, error) {
+	ids := s.Edges.IDs()
+	if len(ids) == 0 {
+		return nil, errs.E(errs.Capacity, "no edge is connected").WithHint("start one, or wait until it has joined; `harena fleet ls` lists them")
+	}
+	if len(ids) > 1 {
+		return nil, errs.E(kind, "%s", several).WithHint("`harena fleet ls` lists the edges")
+	}
+	e, _ := s.Edges.Client(ids[0])
+	return e, nil
+}
+
+// allEdges returns the connections of all known edges, sorted by ID.
+func (s *Server) allEdges() []*Edge {
+	var edges []*Edge
+	for _, id := range s.Edges.IDs() {
+		if e, ok := s.Edges.Client(id); ok {
+			edges = append(edges, e)
+		}
+	}
+	return edges
+}
+
+// failure explains an error of a call to the edge. What the edge itself said is
+// kept as it is; what broke on the way becomes capacity, which callers may retry.
+func (e *Edge) failure(ctx context.Context, err error) error {
+	if err == nil || connect.IsWireError(err) {
+		return err
+	}
+	if ctx.Err() != nil {
+		return errs.E(errs.KindOf(ctx.Err()), "the call was given up: %w", context.Cause(ctx))
+	}
+	var ce *connect.Error
+	if errors.As(err, &ce) && ce.Code() == connect.CodeDeadlineExceeded {
+		return errs.E(errs.Timeout, "edge %s did not answer in time", e.id).On("edge %s", e.id)
+	}
+	return errs.E(errs.Capacity, "edge %s cannot be reached, or the connection to it broke", e.id).
+		On("edge %s", e.id).WithHint("try again; `harena fleet ls` shows whether it is healthy")
+}
