@@ -1,0 +1,109 @@
+package layer
+
+import (
+	"slices"
+
+	"github.com/harena-dev/harena/internal/errs"
+	"github.com/harena-dev/harena/internal/sandbox"
+)
+
+// Named is a layer with the name under which the caller asked for it, for messages.
+type Named struct {
+	Name  string
+	Layer Layer
+}
+
+// Stack is what a sandbox is to be made of.
+type Stack struct {
+	Image Named // a base or a snapshot
+	// Parents are the layers of Image.Layer.Parents, in that order.
+	Parents   []Layer
+	Workspace *Named
+	Toolkits  []Named // later ones lie above earlier ones
+}
+
+// Composition is the answer of Compose.
+type Composition struct {
+	// Digests are the layers, lowest first, without repetition.
+	Digests []Digest
+	// Config is the image's.
+	Config ImageConfig
+}
+
+// Compose orders the layers of a sandbox: base, workspace, toolkits, snapshots.
+// A snapshot used as image brings the layers it was taken over; toolkits that are
+// added lie below it, so that what the sandbox had changed stays on top. A wrong
+// kind is an error of kind invalid that says how the layer can be used.
+func Compose(in Stack) (Composition, error) {
+	var lower, snapshots []Digest
+	hasWorkspace := ""
+	switch in.Image.Layer.Kind {
+	case Base:
+		lower = append(lower, in.Image.Layer.Digest)
+	case Snapshot:
+		for _, p := range in.Parents {
+			if p.Kind == Snapshot {
+				snapshots = append(snapshots, p.Digest)
+				continue
+			}
+			if p.Kind == Workspace {
+				hasWorkspace = string(p.Digest)
+			}
+			lower = append(lower, p.Digest)
+		}
+		snapshots = append(snapshots, in.Image.Layer.Digest)
+	default:
+		return Composition{}, wrongKind(in.Image, "an image must be a base or a snapshot")
+	}
+	if w := in.Workspace; w != nil {
+		if w.Layer.Kind != Workspace {
+			return Composition{}, wrongKind(*w, "a workspace is needed here")
+		}
+		if hasWorkspace != "" && hasWorkspace != string(w.Layer.Digest) {
+			return Composition{}, errs.E(errs.Invalid, "snapshot %s was taken over another workspace than %s", in.Image.Name, w.Name).
+				On("layer %s", w.Name).WithHint("leave the workspace out: the snapshot brings its own")
+		}
+		lower = append(lower, w.Layer.Digest)
+	}
+	for _, t := range in.Toolkits {
+		if t.Layer.Kind != Toolkit {
+			return Composition{}, wrongKind(t, "a toolkit is needed here")
+		}
+		lower = append(lower, t.Layer.Digest)
+	}
+	digests := distinct(append(lower, snapshots...))
+	if n := len(digests); n > sandbox.MaxLayers {
+		return Composition{}, errs.OverLimit(errs.Invalid, "layers of a sandbox", sandbox.MaxLayers, n)
+	}
+	return Composition{Digests: digests, Config: in.Image.Layer.Config}, nil
+}
+
+// distinct drops all but the first of equal digests: overlayfs refuses a lower
+// directory that is given twice (ELOOP), and a repetition adds nothing.
+func distinct(in []Digest) []Digest {
+	out := make([]Digest, 0, len(in))
+	for _, d := range in {
+		if !slices.Contains(out, d) {
+			out = append(out, d)
+		}
+	}
+	return out
+}
+
+func wrongKind(n Named, what string) error {
+	hint := ""
+	switch n.Layer.Kind {
+	case Base:
+		hint = "give a base as the image (--image)"
+	case Workspace:
+		hint = "give a workspace beside an image (--workspace)"
+	case Toolkit:
+		hint = "give a toolkit beside an image (--toolkit)"
+	case Snapshot:
+		hint = "give a snapshot as the image (--image)"
+	case VMImage:
+		hint = "a vm-image runs with --backend vm only"
+	}
+	return errs.E(errs.Invalid, "layer %s is a %s: %s", n.Name, n.Layer.Kind, what).
+		On("layer %s", n.Name).WithHint("%s", hint)
+}

@@ -1,0 +1,265 @@
+package layer
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"strings"
+	"time"
+
+	"github.com/harena-dev/harena/internal/errs"
+	"github.com/harena-dev/harena/internal/storage/erofs"
+)
+
+// Phases of an import.
+const (
+	PhaseFetching = "fetching"
+	PhaseBuilding = "building"
+	PhaseStoring  = "storing"
+)
+
+// Progress is where an import stands.
+type Progress struct {
+	Phase   string
+	Message string
+	Done    int64 // bytes
+	Total   int64 // 0: unknown
+}
+
+// ImportOptions say what to make of a source.
+type ImportOptions struct {
+	Project string
+	Name    string // name[:tag]
+	Kind    Kind   // base, workspace or toolkit
+	// Source is kept in the manifest, and so is part of the layer's identity.
+	Source string
+	Config ImageConfig
+	// Progress, when set, is called from the importing goroutine, at most every 100 ms within a phase.
+	Progress func(Progress)
+}
+
+// Imported is the result of an import.
+type Imported struct {
+	Layer    Layer
+	Warnings []string // things left out, such as sockets and trusted.* attributes
+	// Existed says that the store had this very layer already.
+	Existed bool
+}
+
+// check refuses what cannot be imported before any work is done.
+func (o *ImportOptions) check() (Ref, error) {
+	r, err := parseName(o.Project, o.Name)
+	if err != nil {
+		return r, err
+	}
+	switch o.Kind {
+	case Base, Workspace, Toolkit:
+		return r, nil
+	case Snapshot:
+		return r, errs.E(errs.Invalid, "a snapshot cannot be imported").
+			WithHint("`harena snapshot` makes one from a sandbox; import as base, workspace or toolkit")
+	case VMImage:
+		return r, errs.E(errs.Unsupported, "importing vm-image layers is not built yet").
+			WithHint("import as base, workspace or toolkit")
+	}
+	_, err = ParseKind(string(o.Kind))
+	return r, err
+}
+
+// ImportTar makes a layer from a tar stream, plain or compressed with gzip, zstd
+// or bzip2, in constant memory, and points the name at it. invalid: the stream is
+// not a whole archive.
+func (s *Store) ImportTar(ctx context.Context, r io.Reader, o ImportOptions) (*Imported, error) {
+	ref, err := o.check()
+	if err != nil {
+		return nil, err
+	}
+	report := newReporter(o.Progress)
+	counted := readFunc(func(p []byte) (int, error) {
+		if err := ctx.Err(); err != nil {
+			return 0, err
+		}
+		n, err := r.Read(p)
+		report.add(PhaseBuilding, int64(n), 0)
+		return n, err
+	})
+	in, err := decompress(counted)
+	if err != nil {
+		return nil, streamError(ctx, err)
+	}
+	defer in.Close()
+	return s.build(ctx, ref, o, report, func(meta, blob *os.File) (*erofs.Result, error) {
+		res, err := erofs.FromTar(ctx, in, meta, blob, erofs.Options{
+			OCIWhiteouts: false, MaxEntries: s.limits.MaxEntries, MaxBytes: s.limits.MaxBytes,
+		})
+		if err != nil {
+			return nil, streamError(ctx, err)
+		}
+		return res, streamError(ctx, drain(in))
+	})
+}
+
+// importDir makes a layer from a directory that this process owns.
+func (s *Store) importDir(ctx context.Context, dir string, o ImportOptions, report *reporter) (*Imported, error) {
+	ref, err := o.check()
+	if err != nil {
+		return nil, err
+	}
+	return s.build(ctx, ref, o, report, func(meta, blob *os.File) (*erofs.Result, error) {
+		return erofs.FromDir(ctx, dir, meta, blob, erofs.Options{
+			MaxEntries: s.limits.MaxEntries, MaxBytes: s.limits.MaxBytes,
+			Progress: func(n int64) { report.set(PhaseStoring, n, 0) },
+		})
+	})
+}
+
+// build writes an image to temporary files and publishes it: objects first, then
+// the manifest, then the name. Before the manifest is there nothing is visible.
+func (s *Store) build(ctx context.Context, ref Ref, o ImportOptions, report *reporter,
+	write func(meta, blob *os.File) (*erofs.Result, error),
+) (*Imported, error) {
+	dir, err := os.MkdirTemp(s.tmp(), "import-*")
+	if err != nil {
+		return nil, s.diskError(fmt.Errorf("import %s: %w", ref, err))
+	}
+	defer os.RemoveAll(dir)
+	meta, err := os.Create(filepath.Join(dir, "meta"))
+	if err != nil {
+		return nil, s.diskError(fmt.Errorf("import %s: %w", ref, err))
+	}
+	defer meta.Close()
+	blob, err := os.Create(filepath.Join(dir, "blob"))
+	if err != nil {
+		return nil, s.diskError(fmt.Errorf("import %s: %w", ref, err))
+	}
+	defer blob.Close()
+	res, err := write(meta, blob)
+	if err != nil {
+		return nil, s.diskError(fmt.Errorf("import %s: %w", ref, err))
+	}
+	m := Manifest{
+		Schema: schema, Kind: o.Kind, LogicalBytes: res.LogicalBytes, Files: res.Files, Source: o.Source, Config: o.Config,
+	}
+	total := res.MetaBytes + res.BlobBytes
+	report.start(PhaseStoring, "storing "+ref.String(), total)
+	if m.Meta, err = s.seal(ctx, meta, report, total); err != nil {
+		return nil, s.diskError(fmt.Errorf("store %s: %w", ref, err))
+	}
+	if m.Blob, err = s.seal(ctx, blob, report, total); err != nil {
+		return nil, s.diskError(fmt.Errorf("store %s: %w", ref, err))
+	}
+	l, existed, err := s.publish(ctx, ref, m, meta.Name(), blob.Name())
+	if err != nil {
+		return nil, s.diskError(fmt.Errorf("store %s: %w", ref, err))
+	}
+	return &Imported{Layer: l, Warnings: res.Warnings, Existed: existed}, nil
+}
+
+// seal makes a file's content durable and names it.
+func (s *Store) seal(ctx context.Context, f *os.File, report *reporter, total int64) (Object, error) {
+	o, err := hashFile(ctx, f, func(n int64) { report.add(PhaseStoring, n, total) })
+	if err != nil {
+		return o, err
+	}
+	return o, f.Sync()
+}
+
+func (s *Store) publish(ctx context.Context, ref Ref, m Manifest, meta, blob string) (Layer, bool, error) {
+	b, err := m.encode()
+	if err != nil {
+		return Layer{}, false, err
+	}
+	d := digestOf(b)
+	defer s.Hold()()
+	l, err := s.Load(d)
+	existed := err == nil
+	if !existed {
+		if !errs.Is(err, errs.NotFound) {
+			return Layer{}, false, err
+		}
+		if err := s.objects.put(ctx, m.Meta.Digest, meta); err != nil {
+			return Layer{}, false, err
+		}
+		if err := s.objects.put(ctx, m.Blob.Digest, blob); err != nil {
+			return Layer{}, false, err
+		}
+		if err := writeFile(s.tmp(), s.manifestPath(d), b); err != nil {
+			return Layer{}, false, err
+		}
+		if l, err = s.Load(d); err != nil {
+			return Layer{}, false, err
+		}
+	}
+	return l, existed, s.writeTag(ref, d)
+}
+
+// streamError tells what is wrong with what a caller sent from what is wrong here.
+func streamError(ctx context.Context, err error) error {
+	var known *errs.Error
+	switch {
+	case err == nil:
+		return nil
+	case ctx.Err() != nil:
+		return fmt.Errorf("import: %w", context.Cause(ctx))
+	case errors.Is(err, io.ErrUnexpectedEOF), errors.Is(err, io.EOF):
+		return errs.E(errs.Invalid, "the archive ends early: %w", err).
+			WithHint("send the whole tar archive; nothing was imported")
+	case errors.As(err, &known):
+		return err
+	case isFormatError(err):
+		return errs.E(errs.Invalid, "the archive is damaged: %w", err).
+			WithHint("check it with tar -t; nothing was imported")
+	}
+	return err
+}
+
+// reporter thins progress out.
+type reporter struct {
+	send  func(Progress)
+	phase string
+	done  int64
+	last  time.Time
+}
+
+const reportEvery = 100 * time.Millisecond
+
+func newReporter(send func(Progress)) *reporter {
+	if send == nil {
+		send = func(Progress) {}
+	}
+	return &reporter{send: send}
+}
+
+// start begins a phase, which is always reported.
+func (r *reporter) start(phase, message string, total int64) {
+	r.phase, r.done, r.last = phase, 0, time.Now()
+	r.send(Progress{Phase: phase, Message: message, Total: total})
+}
+
+func (r *reporter) add(phase string, n, total int64) {
+	if phase != r.phase {
+		r.phase, r.done = phase, 0
+	}
+	r.set(phase, r.done+n, total)
+}
+
+func (r *reporter) set(phase string, done, total int64) {
+	r.phase, r.done = phase, done
+	if now := time.Now(); now.Sub(r.last) >= reportEvery {
+		r.last = now
+		r.send(Progress{Phase: phase, Done: done, Total: total})
+	}
+}
+
+// say reports a message, thinned like the rest unless the phase changes.
+func (r *reporter) say(phase, message string) {
+	now := time.Now()
+	if phase == r.phase && now.Sub(r.last) < reportEvery {
+		return
+	}
+	r.phase, r.last = phase, now
+	r.send(Progress{Phase: phase, Message: strings.TrimSpace(message)})
+}
