@@ -1,0 +1,163 @@
+package erofs
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/harena-dev/harena/internal/errs"
+)
+
+// Bounds used where Options leaves them 0.
+const (
+	DefaultMaxEntries = 4_000_000
+	DefaultMaxBytes   = 1 << 40
+
+	// maxTreeBytes bounds names, link targets and extended attributes together,
+	// as they are in the input: they are kept in memory.
+	maxTreeBytes = 1 << 30
+	maxWarnings  = 100
+)
+
+// Options says how a tree is turned into an image.
+type Options struct {
+	// KeepTrusted keeps trusted.overlay.{opaque,redirect…} as they are (for
+	// snapshots); otherwise all trusted.* attributes are dropped with a warning:
+	// they would let an archive steer overlayfs. What names the inodes of the
+	// upper layer it came from (origin, impure, nlink, uuid …) is always dropped,
+	// and a file that is metadata only (metacopy) is refused.
+	KeepTrusted bool
+	// OCIWhiteouts translates .wh.NAME and .wh..wh..opq of tars into overlay
+	// whiteouts (character device 0:0) and opaque directories; off for plain tars.
+	OCIWhiteouts bool
+	// MaxEntries bounds the names of the tree (implied directories and whiteouts
+	// count); MaxBytes the sum of the file sizes read, holes included. 0 means
+	// DefaultMaxEntries and DefaultMaxBytes.
+	MaxEntries, MaxBytes int64
+	// Progress, if set, is told the bytes of file content read so far, holes
+	// included, about once a MiB.
+	Progress func(doneBytes int64)
+}
+
+// Result describes the images written.
+type Result struct {
+	MetaBytes    int64    // size of the metadata image, a multiple of 4096
+	BlobBytes    int64    // size of the data blob, a multiple of 4096, may be 0
+	LogicalBytes int64    // sum of the sizes of the regular files, each counted once
+	Files        int64    // names in the tree, the root not counted
+	Warnings     []string // what was left out or changed; at most 101
+}
+
+// writeOutput makes an error of writing an image; a full disk gets its own.
+func writeOutput(err error) error {
+	if err == nil {
+		return nil
+	}
+	if errors.Is(err, unix.ENOSPC) || errors.Is(err, unix.EDQUOT) {
+		return errs.E(errs.Capacity, "write layer image: %w", err).WithHint("free space on the disk of the data directory")
+	}
+	return fmt.Errorf("write layer image: %w", err)
+}
+
+// builder collects a tree and writes it.
+type builder struct {
+	ctx        context.Context
+	o          Options
+	meta       *os.File
+	blob       *blobWriter
+	root       *inode
+	entries    int64
+	read       int64 // bytes of content
+	reported   int64
+	treeBytes  int64
+	attrs      map[string]string // interned encodings of extended attributes
+	warnings   []string
+	suppressed int
+}
+
+func newBuilder(ctx context.Context, meta, blob *os.File, o Options) (*builder, error) {
+	if o.MaxEntries <= 0 {
+		o.MaxEntries = DefaultMaxEntries
+	}
+	if o.MaxBytes <= 0 {
+		o.MaxBytes = DefaultMaxBytes
+	}
+	for _, f := range []*os.File{meta, blob} {
+		if err := f.Truncate(0); err != nil {
+			return nil, writeOutput(err)
+		}
+		if _, err := f.Seek(0, io.SeekStart); err != nil {
+			return nil, writeOutput(err)
+		}
+	}
+	root := &inode{mode: modeDir | 0o755, dir: &directory{}}
+	return &builder{ctx: ctx, o: o, meta: meta, blob: newBlobWriter(blob), root: root, attrs: make(map[string]string)}, nil
+}
+
+func (b *builder) warn(format string, args ...any) {
+	if len(b.warnings) == maxWarnings {
+		b.suppressed++
+		return
+	}
+	b.warnings = append(b.warnings, fmt.Sprintf(format, args...))
+}
+
+// grow accounts for n bytes of names, links or attributes.
+func (b *builder) grow(n int) error {
+	if b.treeBytes += int64(n); b.treeBytes > maxTreeBytes {
+		return errs.OverLimit(errs.Invalid, "names, links and extended attributes of a layer, in bytes", int64(maxTreeBytes), b.treeBytes)
+	}
+	return nil
+}
+
+// admit checks a file's size before its content is read.
+func (b *builder) admit(size int64) error {
+	if size < 0 || size > maxFileSize {
+		return errs.OverLimit(errs.Invalid, "size of a file in a layer", maxFileSize, size)
+	}
+	if size > b.o.MaxBytes-b.read {
+		return errs.OverLimit(errs.Invalid, "size of all files of a layer", b.o.MaxBytes, b.read+size)
+	}
+	return nil
+}
+
+// advance accounts for n bytes of content, n within what admit allowed.
+func (b *builder) advance(n int64) error {
+	b.read += n
+	if b.o.Progress != nil && b.read-b.reported >= 1<<20 {
+		b.reported = b.read
+		b.o.Progress(b.read)
+	}
+	return b.ctx.Err()
+}
+
+func (b *builder) finish() (*Result, error) {
+	if err := b.blob.flush(); err != nil {
+		return nil, err
+	}
+	l, err := planLayout(b.root)
+	if err != nil {
+		return nil, err
+	}
+	l.super.blobBlocks = b.blob.blocks
+	if err := l.write(b.ctx, b.meta); err != nil {
+		return nil, err
+	}
+	if b.o.Progress != nil {
+		b.o.Progress(b.read)
+	}
+	if b.suppressed > 0 {
+		b.warnings = append(b.warnings, fmt.Sprintf("%d more warnings not shown", b.suppressed))
+	}
+	return &Result{
+		MetaBytes:    int64(l.super.blocks) * blockSize,
+		BlobBytes:    int64(b.blob.blocks) * blockSize,
+		LogicalBytes: l.logical,
+		Files:        l.names,
+		Warnings:     b.warnings,
+	}, nil
+}
