@@ -2,7 +2,6 @@ package layer
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"io"
 	"os"
@@ -78,27 +77,17 @@ func (s *Store) ImportTar(ctx context.Context, r io.Reader, o ImportOptions) (*I
 		return nil, err
 	}
 	report := newReporter(o.Progress)
-	counted := readFunc(func(p []byte) (int, error) {
-		if err := ctx.Err(); err != nil {
-			return 0, err
-		}
-		n, err := r.Read(p)
-		report.add(PhaseBuilding, int64(n), 0)
-		return n, err
-	})
-	in, err := decompress(counted)
+	src := &stream{ctx: ctx, r: r, read: func(n int64) { report.add(PhaseBuilding, n, 0) }}
+	in, err := decompress(src)
 	if err != nil {
-		return nil, streamError(ctx, err)
+		return nil, src.explain(err)
 	}
 	defer in.Close()
 	return s.build(ctx, ref, o, report, func(meta, blob *os.File) (*erofs.Result, error) {
-		res, err := erofs.FromTar(ctx, in, meta, blob, erofs.Options{
-			OCIWhiteouts: false, MaxEntries: s.limits.MaxEntries, MaxBytes: s.limits.MaxBytes,
+		res, err := erofs.FromTar(ctx, src.watch(in), meta, blob, erofs.Options{
+			MaxEntries: s.limits.MaxEntries, MaxBytes: s.limits.MaxBytes,
 		})
-		if err != nil {
-			return nil, streamError(ctx, err)
-		}
-		return res, streamError(ctx, drain(in))
+		return res, src.explain(err)
 	})
 }
 
@@ -194,26 +183,6 @@ func (s *Store) publish(ctx context.Context, ref Ref, m Manifest, meta, blob str
 		}
 	}
 	return l, existed, s.writeTag(ref, d)
-}
-
-// streamError tells what is wrong with what a caller sent from what is wrong here.
-func streamError(ctx context.Context, err error) error {
-	var known *errs.Error
-	switch {
-	case err == nil:
-		return nil
-	case ctx.Err() != nil:
-		return fmt.Errorf("import: %w", context.Cause(ctx))
-	case errors.Is(err, io.ErrUnexpectedEOF), errors.Is(err, io.EOF):
-		return errs.E(errs.Invalid, "the archive ends early: %w", err).
-			WithHint("send the whole tar archive; nothing was imported")
-	case errors.As(err, &known):
-		return err
-	case isFormatError(err):
-		return errs.E(errs.Invalid, "the archive is damaged: %w", err).
-			WithHint("check it with tar -t; nothing was imported")
-	}
-	return err
 }
 
 // reporter thins progress out.

@@ -1,11 +1,12 @@
 package layer
 
 import (
-	"archive/tar"
 	"bufio"
 	"bytes"
 	"compress/bzip2"
+	"context"
 	"errors"
+	"fmt"
 	"io"
 
 	"github.com/klauspost/compress/gzip"
@@ -17,9 +18,6 @@ import (
 // maxWindow bounds the memory that a zstd stream can ask for: 128 MiB is what
 // the zstd command needs for --ultra -22, and more than --long's default.
 const maxWindow = 128 << 20
-
-// maxTrailer bounds what may follow an archive: tar pads to a record, usually 10 KiB.
-const maxTrailer = 16 << 20
 
 // decompress recognises how a tar stream is compressed by its first bytes.
 func decompress(r io.Reader) (io.ReadCloser, error) {
@@ -50,32 +48,61 @@ func decompress(r io.Reader) (io.ReadCloser, error) {
 	return io.NopCloser(b), nil
 }
 
-// drain reads the padding that follows an archive, so that the check sums of
-// the compression are verified and the sender is not cut off.
-func drain(r io.Reader) error {
-	n, err := io.Copy(io.Discard, io.LimitReader(r, maxTrailer+1))
-	if err != nil {
-		return err
-	}
-	if n > maxTrailer {
-		return errs.OverLimit(errs.Invalid, "bytes after the end of the archive", maxTrailer, "more")
-	}
-	return nil
+// stream is what a caller sends. It remembers what failed, to tell what is wrong
+// with the archive from what is wrong with the connection, or here.
+type stream struct {
+	ctx    context.Context
+	r      io.Reader
+	read   func(n int64)
+	source error // of r
+	format error // of the decompressor
 }
 
-// isFormatError reports whether err means that a stream is not what it should be.
-func isFormatError(err error) bool {
-	for _, e := range []error{
-		tar.ErrHeader, tar.ErrFieldTooLong, gzip.ErrHeader, gzip.ErrChecksum, zstd.ErrMagicMismatch, zstd.ErrCRCMismatch,
-		zstd.ErrUnexpectedBlockSize, zstd.ErrBlockTooSmall, zstd.ErrReservedBlockType, zstd.ErrWindowSizeExceeded,
-		zstd.ErrWindowSizeTooSmall, zstd.ErrDecoderSizeExceeded, zstd.ErrUnknownDictionary, zstd.ErrFrameSizeExceeded,
-		zstd.ErrFrameSizeMismatch, zstd.ErrCompressedSizeTooBig,
-	} {
-		if errors.Is(err, e) {
-			return true
-		}
+// Read reads what was sent.
+func (s *stream) Read(p []byte) (int, error) {
+	if err := s.ctx.Err(); err != nil {
+		s.source = err
+		return 0, err
 	}
-	var bz bzip2.StructuralError
-	var fl interface{ Error() string }
-	return errors.As(err, &bz) || errors.As(err, &fl) && bytes.HasPrefix([]byte(fl.Error()), []byte("flate: corrupt"))
+	n, err := s.r.Read(p)
+	s.read(int64(n))
+	if err != nil && !errors.Is(err, io.EOF) {
+		s.source = err
+	}
+	return n, err
+}
+
+// watch remembers errors of the decompressor.
+func (s *stream) watch(in io.Reader) io.Reader {
+	return readFunc(func(p []byte) (int, error) {
+		n, err := in.Read(p)
+		if err != nil && !errors.Is(err, io.EOF) {
+			s.format = err
+		}
+		return n, err
+	})
+}
+
+// explain gives an error of the import its kind.
+func (s *stream) explain(err error) error {
+	var known *errs.Error
+	switch {
+	case err == nil:
+		return nil
+	case s.ctx.Err() != nil:
+		return fmt.Errorf("import: %w", context.Cause(s.ctx))
+	case errors.Is(s.source, io.ErrUnexpectedEOF), s.source == nil && errors.Is(err, io.ErrUnexpectedEOF):
+		return errs.E(errs.Invalid, "the archive ends early: %w", err).
+			WithHint("send the whole tar archive; nothing was imported")
+	case s.source != nil && errs.Is(s.source, errs.Internal): // the sender went away
+		return errs.E(errs.Cancelled, "receive the archive: %w", s.source).WithHint("send it again; nothing was imported")
+	case s.source != nil:
+		return fmt.Errorf("receive the archive: %w", s.source)
+	case errors.As(err, &known) && known.Kind != errs.Internal:
+		return err
+	case s.format != nil, errors.Is(err, gzip.ErrHeader):
+		return errs.E(errs.Invalid, "the archive is damaged: %w", err).
+			WithHint("check it with tar -t; nothing was imported")
+	}
+	return err
 }
