@@ -36,7 +36,6 @@ func Names() []string { return []string{"create", "exec", "burst", "density"} }
 type runner struct {
 	client *harena.Client
 	o      Options
-	notes  []string
 }
 
 // Run measures what is named on the node behind client, which has to be this machine for the floor to mean anything.

@@ -51,11 +51,16 @@ func firstLine(s string) string {
 	return s
 }
 
+func installed(program string) (string, bool) {
+	path, err := exec.LookPath(program)
+	return path, err == nil
+}
+
 // crunPeer runs an OCI bundle with the namespaces, ID maps and capabilities of
 // an ordinary unprivileged container.
 func crunPeer(_ context.Context, dir string) (*peer, error) {
-	crun, err := exec.LookPath("crun")
-	if err != nil {
+	crun, ok := installed("crun")
+	if !ok {
 		return nil, nil
 	}
 	argv, err := staticTrue()
@@ -135,14 +140,14 @@ func withoutHybridCgroups(f func() error) error {
 
 // dockerPeer runs busybox from an image it makes; without a daemon there is no peer.
 func dockerPeer(ctx context.Context, dir string) (*peer, error) {
-	docker, err := exec.LookPath("docker")
-	if err != nil {
+	docker, ok := installed("docker")
+	if !ok {
 		return nil, nil
 	}
 	probe, cancel := context.WithTimeout(ctx, 3*time.Second)
 	defer cancel()
-	if err := exec.CommandContext(probe, docker, "version", "--format", "{{.Server.Version}}").Run(); err != nil {
-		return nil, nil
+	if exec.CommandContext(probe, docker, "version", "--format", "{{.Server.Version}}").Run() != nil {
+		return nil, nil // only the client is installed
 	}
 	tar := exec.CommandContext(ctx, "tar", "-C", filepath.Join(dir, "rootfs"), "-c", ".")
 	load := exec.CommandContext(ctx, docker, "import", "-", "harena-bench:latest")
