@@ -216,3 +216,17 @@ func number(name string) (int64, error) {
 	}
 	return n, nil
 }
+
+// OOMKills counts the processes of a sandbox that the kernel killed for want of
+// memory. It is for the supervisor, which knows the workload's group and its
+// v1 groups only.
+func OOMKills(work Dir, v1 []string) (int64, error) {
+	s, err := osFS{}.read(path.Join(path.Dir(string(work)), "memory.events"))
+	for i := 0; gone(err) && i < len(v1); i++ {
+		s, err = osFS{}.read(path.Join(v1[i], "memory.oom_control"))
+	}
+	if gone(err) {
+		return 0, nil
+	}
+	return field(s, "oom_kill"), err
+}

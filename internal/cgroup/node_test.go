@@ -152,6 +152,9 @@ func TestMemoryIsLimitedAndCounted(t *testing.T) {
 	if u.OOMKills == 0 {
 		t.Error("no out-of-memory kill was counted")
 	}
+	if n, err := OOMKills(p.Work, p.V1); err != nil || n != u.OOMKills {
+		t.Errorf("the supervisor counts %d, %v", n, err)
+	}
 	if u.CPUNanos == 0 {
 		t.Error("no CPU time was counted")
 	}

@@ -3,7 +3,6 @@ package supervisor
 import (
 	"net/http"
 	"runtime/debug"
-	"strings"
 	"sync"
 	"time"
 )
@@ -12,53 +11,36 @@ import (
 // idle supervisors share one, and a forced collection costs milliseconds.
 const trimAfter = 3 * time.Second
 
-// activity counts calls that are of use to somebody, which keep a sandbox from
-// being idle, and returns memory when there are none.
+// activity notes when somebody last had use of the sandbox, and returns memory
+// to the node when nobody has.
 type activity struct {
-	mu      sync.Mutex
-	calls   int // running
-	streams int // of them, attached to a command's output
-	last    time.Time
-	trim    *time.Timer
+	mu    sync.Mutex
+	calls int // running
+	last  time.Time
+	trim  *time.Timer
 }
 
 func newActivity() *activity {
-	a := &activity{last: time.Now()}
-	a.trim = time.AfterFunc(time.Hour, debug.FreeOSMemory)
-	a.trim.Stop()
-	return a
-}
-
-// settle schedules the first trim, for what the start itself used.
-func (a *activity) settle() { a.trim.Reset(trimAfter) }
-
-// streaming are the calls that last as long as a client is attached.
-func streaming(path string) bool {
-	switch method := path[strings.LastIndexByte(path, '/')+1:]; method {
-	case "Run", "Connect", "Watch":
-		return strings.HasPrefix(path, "/harena.v1.")
-	}
-	return false
+	// The first trim is for what the start itself used.
+	return &activity{last: time.Now(), trim: time.AfterFunc(trimAfter, debug.FreeOSMemory)}
 }
 
 // track counts the calls of h.
 func (a *activity) track(h http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		stream := 0
-		if streaming(r.URL.Path) {
-			stream = 1
-		}
-		a.add(1, stream)
-		defer a.add(-1, -stream)
+		a.add(1)
+		defer a.add(-1)
 		h.ServeHTTP(w, r)
 	})
 }
 
-func (a *activity) add(calls, streams int) {
+// touch notes activity outside calls, such as the end of a command.
+func (a *activity) touch() { a.add(0) }
+
+func (a *activity) add(calls int) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	a.calls += calls
-	a.streams += streams
 	a.last = time.Now()
 	if a.calls == 0 {
 		a.trim.Reset(trimAfter)
@@ -67,13 +49,12 @@ func (a *activity) add(calls, streams int) {
 	}
 }
 
-// read returns the attached streams and the time of the last activity, which
-// is now while a call runs.
-func (a *activity) read() (streams int, last time.Time) {
+// read returns the time of the last activity, which is now while a call runs.
+func (a *activity) read() time.Time {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	if a.calls > 0 {
-		return a.streams, time.Now()
+		return time.Now()
 	}
-	return a.streams, a.last
+	return a.last
 }

@@ -12,7 +12,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"log"
+	"log/slog"
 	"math"
 	"net"
 	"net/http"
@@ -49,7 +49,7 @@ type Prepared interface {
 // Sandbox is a sandbox that runs.
 type Sandbox interface {
 	// Services makes what is served beside GuestService.
-	Services(l *guestv1.Launch, log *log.Logger) (Services, error)
+	Services(e Env) (Services, error)
 	InitPid() int
 	ZygotePid() int
 	// Done is closed when the sandbox has ended by itself.
@@ -60,14 +60,22 @@ type Sandbox interface {
 	Close() error
 }
 
-// Services are the calls into one sandbox.
+// Env is what services are made with. The working directory is the sandbox's own on the node.
+type Env struct {
+	Launch *guestv1.Launch
+	Log    *slog.Logger
+	// Activity notes that something of use to somebody happened.
+	Activity func()
+}
+
+// Services are the calls into one sandbox. A nil function is left out.
 type Services struct {
 	// Handlers by path prefix, as http.ServeMux takes it.
 	Handlers map[string]http.Handler
-	// Commands counts running commands.
-	Commands func() int
-	// Close ends what the services keep running outside the sandbox. May be nil.
-	Close func()
+	// Running counts running commands and the streams attached to them.
+	Running func() (commands, streams int)
+	// Close ends what the services keep running outside the sandbox.
+	Close func() error
 }
 
 // maxLog bounds the supervisor's log.
@@ -79,6 +87,9 @@ func Run(c Config) error {
 	prepared, err := c.Prepare()
 	if err != nil {
 		return errors.Join(err, claim.Write(c.Channel, &guestv1.LaunchResult{Error: text(err)}))
+	}
+	if err := warm(); err != nil {
+		return errors.Join(err, prepared.Close())
 	}
 	if err := claim.Write(c.Channel, &guestv1.LaunchResult{}); err != nil {
 		return errors.Join(err, prepared.Close())
@@ -108,7 +119,7 @@ type supervisor struct {
 	sandbox  Sandbox
 	services Services
 	version  string
-	log      *log.Logger
+	log      *slog.Logger
 	listener net.Listener
 	server   *http.Server
 	activity *activity
@@ -139,7 +150,7 @@ func start(c Config, prepared Prepared, l *guestv1.Launch) (_ *supervisor, err e
 		// we do after the answer.
 		n, rerr := c.Channel.Read(make([]byte, 1))
 		if !answered.Load() {
-			logger.Printf("the edge gave up: read %d bytes, %v", n, rerr)
+			logger.Info("the edge gave up", "read", n, "error", rerr)
 			cancel()
 		}
 	}()
@@ -148,14 +159,14 @@ func start(c Config, prepared Prepared, l *guestv1.Launch) (_ *supervisor, err e
 	if err != nil {
 		return nil, errors.Join(err, prepared.Close())
 	}
-	s := &supervisor{launch: l, sandbox: sb, version: c.Version, log: logger, stopped: make(chan struct{})}
+	s := &supervisor{launch: l, sandbox: sb, version: c.Version, log: logger, activity: newActivity(), stopped: make(chan struct{})}
 	defer func() {
 		if err != nil {
 			err = errors.Join(err, s.release())
 		}
 	}()
 	launched := time.Now()
-	if s.services, err = sb.Services(l, logger); err != nil {
+	if s.services, err = sb.Services(Env{Launch: l, Log: logger, Activity: s.activity.touch}); err != nil {
 		return nil, fmt.Errorf("set up services: %w", err)
 	}
 	if err := s.listen(); err != nil {
@@ -180,7 +191,7 @@ func start(c Config, prepared Prepared, l *guestv1.Launch) (_ *supervisor, err e
 }
 
 // openLog opens the log in the working directory; panics go there too.
-func openLog() (*log.Logger, error) {
+func openLog() (*slog.Logger, error) {
 	f, err := os.OpenFile(claim.Log, os.O_WRONLY|os.O_CREATE|os.O_APPEND, 0o600)
 	if err != nil {
 		return nil, fmt.Errorf("open the supervisor's log: %w", err)
@@ -190,10 +201,10 @@ func openLog() (*log.Logger, error) {
 			return nil, fmt.Errorf("redirect output to the supervisor's log: %w", err)
 		}
 	}
-	return log.New(&bounded{w: f, left: maxLog}, "", log.LstdFlags|log.LUTC|log.Lmicroseconds), nil
+	return slog.New(slog.NewTextHandler(&bounded{w: f, left: maxLog}, nil)), nil
 }
 
-// bounded drops what is written past a number of bytes. log.Logger serialises its calls.
+// bounded drops what is written past a number of bytes. slog's handlers serialise their calls.
 type bounded struct {
 	w    io.Writer
 	left int
@@ -216,7 +227,6 @@ func (b *bounded) Write(p []byte) (int, error) {
 func (s *supervisor) serve() error {
 	failed := make(chan error, 1)
 	go func() { failed <- s.server.Serve(s.listener) }()
-	s.activity.settle()
 
 	exit := claim.Exit{Reason: "shutdown"}
 	var err error
@@ -230,7 +240,7 @@ func (s *supervisor) serve() error {
 		exit = claim.Exit{Reason: "ended", Detail: "the supervisor's server failed: " + err.Error()}
 	}
 	exit.Time = time.Now().UTC().Format(time.RFC3339Nano)
-	s.log.Printf("the sandbox ends: %s %s", exit.Reason, exit.Detail)
+	s.log.Info("the sandbox ends", "reason", exit.Reason, "detail", exit.Detail)
 	err = errors.Join(err, writeExit(exit))
 	return errors.Join(err, s.release())
 }
@@ -247,7 +257,7 @@ func (s *supervisor) release() error {
 		}
 	}
 	if s.services.Close != nil {
-		s.services.Close()
+		err = errors.Join(err, s.services.Close())
 	}
 	return err
 }

@@ -3,6 +3,7 @@ package supervisor
 import (
 	"context"
 	"fmt"
+	"log/slog"
 	"net"
 	"net/http"
 	"os"
@@ -27,7 +28,6 @@ const (
 
 // listen makes the server and its socket, in the working directory.
 func (s *supervisor) listen() error {
-	s.activity = newActivity()
 	mux := http.NewServeMux()
 	for prefix, h := range s.services.Handlers {
 		mux.Handle(prefix, s.activity.track(h))
@@ -40,7 +40,7 @@ func (s *supervisor) listen() error {
 	s.server = &http.Server{
 		Handler:   mux,
 		Protocols: protocols,
-		ErrorLog:  s.log,
+		ErrorLog:  slog.NewLogLogger(s.log.Handler(), slog.LevelWarn),
 		// Only the edge can connect; these bound what a fault of it can hold.
 		ReadHeaderTimeout: 10 * time.Second,
 		IdleTimeout:       2 * time.Minute,
@@ -64,16 +64,15 @@ func (s *supervisor) listen() error {
 
 // Status implements guestv1connect.GuestServiceHandler.
 func (s *supervisor) Status(context.Context, *connect.Request[guestv1.StatusRequest]) (*connect.Response[guestv1.StatusResponse], error) {
-	streams, last := s.activity.read()
 	r := &guestv1.StatusResponse{
 		SandboxId:         s.launch.GetSandboxId(),
 		Version:           s.version,
 		Alive:             true,
-		AttachedStreams:   int32(streams),
-		LastActivityNanos: last.UnixNano(),
+		LastActivityNanos: s.activity.read().UnixNano(),
 	}
-	if s.services.Commands != nil {
-		r.RunningCommands = int32(s.services.Commands())
+	if s.services.Running != nil {
+		commands, streams := s.services.Running()
+		r.RunningCommands, r.AttachedStreams = int32(commands), int32(streams)
 	}
 	select {
 	case <-s.sandbox.Done():
@@ -94,7 +93,7 @@ func (s *supervisor) Shutdown(ctx context.Context, r *connect.Request[guestv1.Sh
 		wctx, cancel := context.WithTimeout(ctx, grace)
 		defer cancel()
 		if err := terminate(wctx, work); err != nil {
-			s.log.Printf("shutdown: after %v the workload is killed: %v", grace, err)
+			s.log.Info("the workload is killed", "grace", grace, "error", err)
 		}
 	}
 	// First, so that the end of PID 1 is not taken for the sandbox's own doing.

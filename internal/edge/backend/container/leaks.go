@@ -5,7 +5,9 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -76,18 +78,22 @@ func (b *Backend) leakedGroups(live map[sandbox.ID]bool) ([]backend.Leak, error)
 	return out, nil
 }
 
+// lookAgain is how long a process may take that is ending.
+const lookAgain = 50 * time.Millisecond
+
 // leakedSupervisors are supervisors of no live sandbox, and of no pool of this process.
 func (b *Backend) leakedSupervisors(live map[sandbox.ID]bool) ([]backend.Leak, error) {
-	b.pool.starts.Lock()
-	all, err := b.scan()
-	ours := b.pool.pids()
-	b.pool.starts.Unlock()
-	if err != nil {
+	suspects, err := b.strangers(live)
+	if err != nil || len(suspects) == 0 {
 		return nil, err
 	}
+	// A pool whose server was killed, or a child that was being forked as its supervisor was killed, ends by
+	// itself at once: only what is there twice is a leak.
+	time.Sleep(lookAgain)
+	again, err := b.strangers(live)
 	var out []backend.Leak
-	for _, s := range all {
-		if ours[s.pid] || live[s.id] {
+	for _, s := range again {
+		if !slices.Contains(suspects, s) {
 			continue
 		}
 		l := backend.Leak{Kind: "pool", Name: fmt.Sprintf("supervisor %d of an earlier server", s.pid)}
@@ -97,7 +103,16 @@ func (b *Backend) leakedSupervisors(live map[sandbox.ID]bool) ([]backend.Leak, e
 		l.Release = func() error { return endFound(s) }
 		out = append(out, l)
 	}
-	return out, nil
+	return out, err
+}
+
+// strangers are processes in the supervisors' cgroup that neither a live sandbox nor the pool has.
+func (b *Backend) strangers(live map[sandbox.ID]bool) ([]found, error) {
+	b.pool.starts.Lock()
+	defer b.pool.starts.Unlock()
+	all, err := b.scan()
+	ours := b.pool.pids()
+	return slices.DeleteFunc(all, func(s found) bool { return ours[s.pid] || live[s.id] }), err
 }
 
 // endFound ends a supervisor that was found, unless it has ended and its ID belongs to another process.

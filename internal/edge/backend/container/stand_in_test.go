@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"log"
 	"os"
 	"os/exec"
 	"syscall"
@@ -63,7 +62,7 @@ type standInSandbox struct {
 	done chan struct{}
 }
 
-func (s *standInSandbox) Services(*guestv1.Launch, *log.Logger) (supervisor.Services, error) {
+func (s *standInSandbox) Services(supervisor.Env) (supervisor.Services, error) {
 	return supervisor.Services{}, nil
 }
 func (s *standInSandbox) InitPid() int          { return s.cmd.Process.Pid }
