@@ -1,0 +1,100 @@
+package lifecycle
+
+import (
+	"errors"
+	"os"
+	"path/filepath"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/harena-dev/harena/internal/edge/lifecycle/datadir"
+	"github.com/harena-dev/harena/internal/sandbox"
+)
+
+const recordName = "record.json"
+
+// records are the sandboxes' directories on disk.
+//
+// Records are not synced: what they describe does not outlive the machine's boot, so they need to survive a kill of the
+// server (the page cache does) and not a loss of power. A record that a loss of power tore is set aside, with its files.
+type records struct {
+	root string // the data directory
+}
+
+func (s records) dir(id sandbox.ID) string { return filepath.Join(s.root, "sandboxes", string(id)) }
+
+// create makes the directory of a new sandbox, with its first record.
+func (s records) create(r *Record) error {
+	if err := os.Mkdir(s.dir(r.ID()), 0o700); err != nil {
+		return s.fault("make the sandbox's directory", err)
+	}
+	return s.write(r)
+}
+
+// write replaces a record.
+func (s records) write(r *Record) error {
+	b, err := r.encode()
+	if err != nil {
+		return err
+	}
+	path := filepath.Join(s.dir(r.ID()), recordName)
+	err = os.WriteFile(path+".tmp", b, 0o600)
+	if err == nil {
+		err = os.Rename(path+".tmp", path)
+	}
+	if err != nil {
+		_ = os.Remove(path + ".tmp")
+	}
+	return s.fault("write the sandbox's record", err)
+}
+
+// makeUpper makes the directories of the writable layer.
+func (s records) makeUpper(id sandbox.ID) error {
+	// The upper's root becomes the root directory inside.
+	for _, d := range []struct {
+		name string
+		mode os.FileMode
+	}{{"upper", 0o700}, {"upper/data", 0o755}, {"upper/work", 0o700}} {
+		path := filepath.Join(s.dir(id), d.name)
+		if err := os.Mkdir(path, d.mode); err != nil {
+			return s.fault("make the sandbox's writable layer", err)
+		}
+		// Not subject to the umask.
+		if err := os.Chmod(path, d.mode); err != nil {
+			return s.fault("make the sandbox's writable layer", err)
+		}
+	}
+	return nil
+}
+
+// load reads all records. Directories without one that can be used are named in odd; those whose record is there but
+// cannot be read, in torn.
+func (s records) load() (all []*Record, odd, torn []string, err error) {
+	names, err := os.ReadDir(filepath.Join(s.root, "sandboxes"))
+	if err != nil {
+		return nil, nil, nil, s.fault("read the records", err)
+	}
+	for _, n := range names {
+		b, err := os.ReadFile(filepath.Join(s.root, "sandboxes", n.Name(), recordName))
+		if errors.Is(err, os.ErrNotExist) || errors.Is(err, unix.ENOTDIR) {
+			odd = append(odd, n.Name())
+			continue
+		}
+		if err != nil {
+			return nil, nil, nil, s.fault("read the records", err)
+		}
+		r, err := decodeRecord(b)
+		if err != nil || string(r.ID()) != n.Name() {
+			torn = append(torn, n.Name())
+			continue
+		}
+		// The data directory may have been moved while nothing ran.
+		r.Config.Dir = s.dir(r.ID())
+		all = append(all, r)
+	}
+	return all, odd, torn, nil
+}
+
+func (s records) fault(action string, err error) error {
+	return datadir.Fault(action, s.root, err)
+}
