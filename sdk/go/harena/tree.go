@@ -19,6 +19,8 @@ import (
 type TreeOptions struct {
 	// Name of the root in the archive; empty: ".".
 	Name string
+	// NoRoot leaves the entry of the root itself out.
+	NoRoot bool
 	// Anonymous leaves owners (they become 0:0) and extended attributes out.
 	Anonymous bool
 	// Warn is told what is left out; may be nil.
@@ -63,9 +65,11 @@ func (t *treeWriter) root(fd int, local string) error {
 		_ = unix.Close(fd)
 		return &os.PathError{Op: "stat", Path: local, Err: err}
 	}
-	if err := t.header(&st, t.o.Name, "", ofFile(fd)); err != nil {
-		_ = unix.Close(fd)
-		return err
+	if !t.o.NoRoot {
+		if err := t.header(&st, t.o.Name, "", ofFile(fd)); err != nil {
+			_ = unix.Close(fd)
+			return err
+		}
 	}
 	return t.directory(fd, local, t.o.Name)
 }

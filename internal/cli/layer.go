@@ -1,0 +1,280 @@
+package cli
+
+import (
+	"fmt"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/harena-dev/harena/sdk/go/harena"
+)
+
+func (a *app) layerCommand() *cobra.Command {
+	cmd := &cobra.Command{Use: "layer", Short: "Manage layers", Args: cobra.NoArgs, RunE: func(c *cobra.Command, _ []string) error { return c.Help() }}
+	cmd.AddCommand(a.layerImport(), a.layerList(), a.layerShow(), a.layerTag(), a.layerRemove(), a.layerVerify(), a.layerGC())
+	return cmd
+}
+
+func (a *app) layerImport() *cobra.Command {
+	var o harena.ImportOptions
+	cmd := &cobra.Command{
+		Use: "import --name NAME[:TAG] [--kind KIND] SOURCE", Short: "Make a layer",
+		Long: "Make a layer from SOURCE:\n  dir:PATH                       a directory of this machine\n  tar:PATH                       a tar, plain or gzip; tar:- reads standard input\n" +
+			"  debootstrap:SUITE[:PKG,PKG]    Debian packages, fetched by the server\n  registry://REF oci:PATH docker-archive:PATH    images (not built yet)",
+		Args: exactly(1, "a source"),
+	}
+	cmd.Flags().StringVar(&o.Name, "name", "", "`NAME`[:TAG] of the layer; the tag defaults to latest")
+	cmd.Flags().StringVar(&o.Kind, "kind", "", "base (default), workspace, toolkit or vm-image")
+	cmd.RunE = func(cmd *cobra.Command, args []string) error {
+		if o.Name == "" {
+			return invalid("give --name NAME[:TAG]", "the layer has no name")
+		}
+		c, err := a.client()
+		if err != nil {
+			return err
+		}
+		p := a.newProgress()
+		o.Source = args[0]
+		o.Progress = func(i harena.ImportProgress) { p.report(i.Phase, i.Message, i.Done, i.Total) }
+		layer, warnings, err := c.ImportLayer(cmd.Context(), o)
+		p.end()
+		if err != nil {
+			return err
+		}
+		for _, w := range warnings {
+			a.warn(w)
+		}
+		if a.json {
+			return a.printMessage(layer)
+		}
+		fmt.Fprintf(a.Stdout, "%s %s\n", layer.GetDigest(), o.Name)
+		return nil
+	}
+	return cmd
+}
+
+func (a *app) layerList() *cobra.Command {
+	var kind string
+	cmd := &cobra.Command{
+		Use: "ls", Short: "List layers", Args: exactly(0, "flags only"),
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			c, err := a.client()
+			if err != nil {
+				return err
+			}
+			list, err := c.Layers(cmd.Context(), kind)
+			if err != nil {
+				return err
+			}
+			if a.json {
+				return printList(a, list)
+			}
+			var rows [][]string
+			for _, l := range list {
+				rows = append(rows, []string{
+					strings.Join(l.GetNames(), ","), l.GetKind(), short(l.GetDigest()), size(l.GetLogicalBytes()),
+					size(l.GetUniqueBytes() + l.GetMetadataBytes()), fmt.Sprint(l.GetFiles()), age(l.GetCreated()), l.GetSource(),
+				})
+			}
+			return a.table("NAMES KIND DIGEST SIZE STORED FILES AGE SOURCE", rows)
+		},
+	}
+	cmd.Flags().StringVar(&kind, "kind", "", "only of this kind")
+	return cmd
+}
+
+// short is a digest that a person can compare.
+func short(digest string) string {
+	_, hex, ok := strings.Cut(digest, ":")
+	if !ok || len(hex) < 12 {
+		return digest
+	}
+	return hex[:12]
+}
+
+func (a *app) layerShow() *cobra.Command {
+	return &cobra.Command{
+		Use: "show NAME", Short: "Show all about a layer, as JSON", Args: exactly(1, "a name or digest"),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			c, err := a.client()
+			if err != nil {
+				return err
+			}
+			l, err := c.Layer(cmd.Context(), args[0])
+			if err != nil {
+				return err
+			}
+			return a.printMessage(l)
+		},
+	}
+}
+
+func (a *app) layerTag() *cobra.Command {
+	return &cobra.Command{
+		Use: "tag SOURCE NAME[:TAG]", Short: "Point a name at a layer", Args: exactly(2, "a layer and a name"),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			c, err := a.client()
+			if err != nil {
+				return err
+			}
+			l, err := c.TagLayer(cmd.Context(), args[0], args[1])
+			if err != nil || !a.json {
+				return err
+			}
+			return a.printMessage(l)
+		},
+	}
+}
+
+func (a *app) layerRemove() *cobra.Command {
+	return &cobra.Command{
+		Use: "rm NAME...", Short: "Remove names of layers; `harena layer gc` frees what no name reaches",
+		Args: func(_ *cobra.Command, args []string) error {
+			if len(args) == 0 {
+				return invalid("`harena layer ls` lists them", "no layer was named")
+			}
+			return nil
+		},
+		RunE: func(cmd *cobra.Command, args []string) error {
+			c, err := a.client()
+			if err != nil {
+				return err
+			}
+			removed := []map[string]string{}
+			for _, name := range args {
+				digest, err := c.RemoveLayer(cmd.Context(), name)
+				if err != nil {
+					return err
+				}
+				removed = append(removed, map[string]string{"name": name, "digest": digest})
+			}
+			if a.json {
+				return a.printJSON(removed)
+			}
+			for _, r := range removed {
+				fmt.Fprintln(a.Stdout, r["name"])
+			}
+			return nil
+		},
+	}
+}
+
+func (a *app) layerVerify() *cobra.Command {
+	return &cobra.Command{
+		Use: "verify NAME", Short: "Read a layer back and check every digest", Args: exactly(1, "a name or digest"),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			c, err := a.client()
+			if err != nil {
+				return err
+			}
+			p := a.newProgress()
+			problems, err := c.VerifyLayer(cmd.Context(), args[0], func(done, total int64) { p.report("verifying", "", done, total) })
+			p.end()
+			if err != nil {
+				return err
+			}
+			if a.json {
+				if problems == nil {
+					problems = []string{}
+				}
+				err = a.printJSON(map[string]any{"name": args[0], "intact": len(problems) == 0, "problems": problems})
+			} else {
+				for _, s := range problems {
+					fmt.Fprintln(a.Stdout, printable(s))
+				}
+			}
+			if err == nil && len(problems) > 0 {
+				err = &harena.Error{Kind: harena.KindInternal, Message: fmt.Sprintf("layer %s is damaged: %d problems", args[0], len(problems)), Hint: "import it again"}
+			}
+			if err == nil && !a.json {
+				fmt.Fprintf(a.Stdout, "%s is intact\n", args[0])
+			}
+			return err
+		},
+	}
+}
+
+func (a *app) layerGC() *cobra.Command {
+	var dry bool
+	cmd := &cobra.Command{
+		Use: "gc", Short: "Free layers that no name and no sandbox reaches", Args: exactly(0, "flags only"),
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			c, err := a.client()
+			if err != nil {
+				return err
+			}
+			res, err := c.CollectGarbage(cmd.Context(), dry)
+			if err != nil {
+				return err
+			}
+			if a.json {
+				return a.printMessage(res)
+			}
+			for _, d := range res.GetDigests() {
+				fmt.Fprintln(a.Stdout, d)
+			}
+			verb := map[bool]string{false: "freed", true: "would free"}[dry]
+			fmt.Fprintf(a.Stdout, "%s %d layers, %s\n", verb, len(res.GetDigests()), size(res.GetFreedBytes()))
+			return nil
+		},
+	}
+	cmd.Flags().BoolVar(&dry, "dry-run", false, "only tell what would go")
+	return cmd
+}
+
+// progress reports long work on standard error: one line that is written over on
+// a terminal, a line a phase elsewhere, nothing with --json.
+type progress struct {
+	a     *app
+	mode  string // line, lines, none
+	phase string
+	drawn time.Time
+	width int
+}
+
+func (a *app) newProgress() *progress {
+	p := &progress{a: a, mode: "lines"}
+	if _, ok := terminal(a.Stderr); ok {
+		p.mode = "line"
+	}
+	if a.json {
+		p.mode = "none"
+	}
+	return p
+}
+
+// redraw is how often the line changes at most.
+const redraw = 100 * time.Millisecond
+
+func (p *progress) report(phase, message string, done, total int64) {
+	text := phase
+	if message != "" {
+		text += ": " + oneLine(printable(message))
+	}
+	switch {
+	case p.mode == "none" || phase == "done":
+	case p.mode == "lines":
+		if text != p.phase {
+			p.phase = text
+			fmt.Fprintln(p.a.Stderr, text)
+		}
+	case time.Since(p.drawn) >= redraw || phase != p.phase:
+		p.phase, p.drawn = phase, time.Now()
+		if done > 0 {
+			text += " " + size(done)
+		}
+		if total > 0 {
+			text += fmt.Sprintf(" of %s (%d%%)", size(total), done*100/total)
+		}
+		text = cut(text, 100)
+		fmt.Fprintf(p.a.Stderr, "\r%-*s", p.width, text)
+		p.width = len(text)
+	}
+}
+
+func (p *progress) end() {
+	if p.mode == "line" && p.width > 0 {
+		fmt.Fprintf(p.a.Stderr, "\r%-*s\r", p.width, "")
+	}
+}

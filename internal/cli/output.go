@@ -1,0 +1,120 @@
+package cli
+
+import (
+	"bytes"
+	"encoding/json"
+	"fmt"
+	"sort"
+	"strings"
+	"text/tabwriter"
+	"time"
+
+	"google.golang.org/protobuf/encoding/protojson"
+	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/types/known/timestamppb"
+)
+
+// rawJSON is the protojson form of a message, with proto field names and
+// without the spaces that protojson varies on purpose.
+func rawJSON(m proto.Message) (json.RawMessage, error) {
+	b, err := protojson.MarshalOptions{UseProtoNames: true, EmitDefaultValues: true}.Marshal(m)
+	if err != nil {
+		return nil, err
+	}
+	var out bytes.Buffer
+	err = json.Compact(&out, b)
+	return out.Bytes(), err
+}
+
+// printJSON prints v, indented.
+func (a *app) printJSON(v any) error {
+	e := json.NewEncoder(a.Stdout)
+	e.SetEscapeHTML(false)
+	e.SetIndent("", "  ")
+	return e.Encode(v)
+}
+
+func (a *app) printMessage(m proto.Message) error {
+	raw, err := rawJSON(m)
+	if err != nil {
+		return err
+	}
+	return a.printJSON(raw)
+}
+
+// printList prints messages as a JSON array.
+func printList[M proto.Message](a *app, items []M) error {
+	list := make([]json.RawMessage, 0, len(items))
+	for _, m := range items {
+		raw, err := rawJSON(m)
+		if err != nil {
+			return err
+		}
+		list = append(list, raw)
+	}
+	return a.printJSON(list)
+}
+
+// table prints rows under a header.
+func (a *app) table(header string, rows [][]string) error {
+	w := tabwriter.NewWriter(a.Stdout, 0, 0, 2, ' ', 0)
+	fmt.Fprintln(w, strings.ReplaceAll(header, " ", "\t"))
+	for _, r := range rows {
+		for i := range r {
+			if r[i] == "" {
+				r[i] = "-"
+			}
+			r[i] = printable(r[i])
+		}
+		fmt.Fprintln(w, strings.Join(r, "\t"))
+	}
+	return w.Flush()
+}
+
+// printable keeps what a sandbox chose from driving the reader's terminal.
+func printable(s string) string {
+	return strings.Map(func(r rune) rune {
+		if r < 0x20 || r >= 0x7f && r < 0xa0 {
+			return '?'
+		}
+		return r
+	}, s)
+}
+
+func age(t *timestamppb.Timestamp) string {
+	if t == nil {
+		return ""
+	}
+	d := time.Since(t.AsTime())
+	switch {
+	case d < time.Minute:
+		return fmt.Sprintf("%ds", int(max(d, 0).Seconds()))
+	case d < time.Hour:
+		return fmt.Sprintf("%dm", int(d.Minutes()))
+	case d < 48*time.Hour:
+		return fmt.Sprintf("%dh", int(d.Hours()))
+	}
+	return fmt.Sprintf("%dd", int(d.Hours()/24))
+}
+
+func pairs(m map[string]string) string {
+	list := make([]string, 0, len(m))
+	for k, v := range m {
+		list = append(list, k+"="+v)
+	}
+	sort.Strings(list)
+	return strings.Join(list, ",")
+}
+
+func size(n int64) string {
+	units := []string{"B", "KiB", "MiB", "GiB", "TiB"}
+	f, i := float64(n), 0
+	for f >= 1024 && i < len(units)-1 {
+		f /= 1024
+		i++
+	}
+	if i == 0 {
+		return fmt.Sprintf("%d B", n)
+	}
+	return fmt.Sprintf("%.1f %s", f, units[i])
+}
