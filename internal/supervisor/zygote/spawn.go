@@ -25,6 +25,8 @@ type Spec struct {
 	Stdin, Stdout, Stderr *os.File
 	// Terminal makes Stdin the controlling terminal.
 	Terminal bool
+	// NoNewPrivs keeps the command from gaining privileges by setuid or file capabilities (prctl(2)).
+	NoNewPrivs bool
 	// Cgroup is an open cgroup2 directory in which the command starts.
 	Cgroup *os.File
 }

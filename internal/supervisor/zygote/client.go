@@ -1,0 +1,413 @@
+package zygote
+
+import (
+	"context"
+	_ "embed"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"sync"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/harena-dev/harena/internal/errs"
+)
+
+//go:embed zygote.bin
+var binaryImage []byte
+
+// Image is the zygote's executable in a sealed memfd, mode 0500. One serves any number of zygotes.
+type Image struct{ f *os.File }
+
+// NewImage makes the memfd.
+func NewImage() (*Image, error) {
+	// The name is what `ls -l /proc/PID/exe` shows, on the host only.
+	f, err := memfd("harena-zygote", binaryImage, unix.MFD_EXEC)
+	if err != nil {
+		return nil, err
+	}
+	return &Image{f}, nil
+}
+
+// Close releases the memfd. Zygotes go on.
+func (i *Image) Close() error { return i.f.Close() }
+
+// Zygote is a running zygote process.
+//
+// It reads programs from its control socket and ends with it. Once joined to a
+// sandbox it is a Spawner. Safe for concurrent use.
+type Zygote struct {
+	proc *os.Process
+	conn *net.UnixConn
+
+	mu       sync.Mutex
+	cookie   uint64
+	byCookie map[uint64]*child // until it was reaped, or never was forked
+	byPid    map[int]*child
+	idBase   int // of the joined sandbox
+	joined   bool
+	initPid  int
+	reason   string // why done is closed
+
+	done   chan struct{} // PID 1 or the zygote ended
+	exited chan struct{} // the zygote was reaped
+}
+
+// child is a program that was sent: a fork and its life, or a call in place.
+type child struct {
+	z      *Zygote
+	cookie uint64
+	names  []string
+
+	// replied is closed when the fields of the second group are set.
+	replied chan struct{}
+	pid     int // in the supervisor's pid namespace
+	inside  int
+	errno   syscall.Errno
+	step    string
+	// abandoned: the caller gave up before the reply; kill it when it comes.
+	abandoned bool
+
+	// ended is closed when exit is final.
+	ended chan struct{}
+	exit  Exit
+	lost  bool // the zygote died first
+}
+
+// Start starts a zygote, which waits for programs.
+func (i *Image) Start() (*Zygote, error) {
+	null, err := os.OpenFile("/dev/null", os.O_RDWR, 0)
+	if err != nil {
+		return nil, err
+	}
+	defer null.Close() //nolint:errcheck // a duplicate of nothing
+	proc, conn, err := i.exec(null, null, null, nil, nil)
+	if err != nil {
+		return nil, err
+	}
+	z := &Zygote{
+		proc: proc, conn: conn,
+		byCookie: map[uint64]*child{}, byPid: map[int]*child{},
+		done: make(chan struct{}), exited: make(chan struct{}),
+	}
+	go z.read()
+	return z, nil
+}
+
+// exec starts the image with files as 0 to 3; the control socket is 4.
+func (i *Image) exec(f0, f1, f2, f3, cgroup *os.File) (*os.Process, *net.UnixConn, error) {
+	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		return nil, nil, os.NewSyscallError("socketpair", err)
+	}
+	ours, theirs := os.NewFile(uintptr(fds[0]), "control"), os.NewFile(uintptr(fds[1]), "control")
+	defer ours.Close()   //nolint:errcheck // FileConn duplicates it
+	defer theirs.Close() //nolint:errcheck // the child has it
+	c, err := net.FileConn(ours)
+	if err != nil {
+		return nil, nil, fmt.Errorf("control socket: %w", err)
+	}
+	attr := &os.ProcAttr{Dir: "/", Env: []string{}, Files: []*os.File{f0, f1, f2, f3, theirs}, Sys: &syscall.SysProcAttr{Setsid: true}}
+	if cgroup != nil {
+		attr.Sys.UseCgroupFD, attr.Sys.CgroupFD = true, int(cgroup.Fd())
+	}
+	proc, err := os.StartProcess(fmt.Sprintf("/proc/self/fd/%d", i.f.Fd()), []string{"init"}, attr)
+	if err != nil {
+		_ = c.Close()
+		return nil, nil, fmt.Errorf("start zygote: %w", err)
+	}
+	return proc, c.(*net.UnixConn), nil
+}
+
+// Pid is the zygote's process ID.
+func (z *Zygote) Pid() int { return z.proc.Pid }
+
+// Done is closed when PID 1 or the zygote has ended.
+func (z *Zygote) Done() <-chan struct{} { return z.done }
+
+// Exited is closed when the zygote process is gone.
+func (z *Zygote) Exited() <-chan struct{} { return z.exited }
+
+// Reason says why Done is closed.
+func (z *Zygote) Reason() string {
+	z.mu.Lock()
+	defer z.mu.Unlock()
+	return z.reason
+}
+
+// Close makes the zygote kill PID 1, and with it the sandbox, reap, and exit.
+// It kills the zygote itself when that takes longer than ctx allows.
+func (z *Zygote) Close(ctx context.Context) error {
+	err := z.conn.Close()
+	if errors.Is(err, net.ErrClosed) {
+		err = nil
+	}
+	select {
+	case <-z.exited:
+	case <-ctx.Done():
+		// PID 1 dies with it (PR_SET_PDEATHSIG).
+		err = errors.Join(err, ctx.Err(), z.proc.Kill())
+		<-z.exited
+	}
+	return err
+}
+
+// Run runs a program in the zygote.
+func (z *Zygote) Run(ctx context.Context, p *Program) error {
+	c, err := z.send(p)
+	if err != nil {
+		return err
+	}
+	if err := z.await(ctx, c); err != nil {
+		return err
+	}
+	if c.errno != 0 {
+		return &StepError{c.step, c.errno}
+	}
+	return nil
+}
+
+// StepError is a step of a program that failed.
+type StepError struct {
+	Step  string
+	Errno syscall.Errno
+}
+
+func (e *StepError) Error() string { return e.Step + ": " + e.Errno.Error() }
+
+// Unwrap returns the errno.
+func (e *StepError) Unwrap() error { return e.Errno }
+
+// fork forks a child for a program.
+func (z *Zygote) fork(ctx context.Context, p *Program) (*child, error) {
+	c, err := z.send(p)
+	if err != nil {
+		return nil, err
+	}
+	if err := z.await(ctx, c); err != nil {
+		return nil, err
+	}
+	if c.errno != 0 {
+		return nil, z.forkError(c.errno)
+	}
+	return c, nil
+}
+
+func (z *Zygote) forkError(errno syscall.Errno) error {
+	switch errno {
+	case unix.EAGAIN:
+		return errs.E(errs.Capacity, "the sandbox cannot start another process: %w", errno).
+			WithHint("its pids limit is reached; end processes in it or create it with a higher limit")
+	case unix.ENOMEM:
+		// Also what a pid namespace says whose PID 1 is dying.
+		select {
+		case <-z.done:
+			return z.endedError()
+		case <-time.After(100 * time.Millisecond):
+		}
+		return errs.E(errs.Capacity, "the sandbox cannot start another process: %w", errno).
+			WithHint("its memory limit is reached; end processes in it or create it with a higher limit")
+	}
+	return fmt.Errorf("fork into the sandbox: %w", errno)
+}
+
+func (z *Zygote) endedError() error {
+	return errs.E(errs.Precondition, "the sandbox has ended: %s", z.Reason())
+}
+
+// send sends a program. The reply comes to the child it returns.
+func (z *Zygote) send(p *Program) (*child, error) {
+	c := &child{z: z, names: p.names(), replied: make(chan struct{}), ended: make(chan struct{})}
+	z.mu.Lock()
+	if z.reason != "" {
+		z.mu.Unlock()
+		return nil, z.endedError()
+	}
+	z.cookie++
+	c.cookie = z.cookie
+	z.byCookie[c.cookie] = c
+	z.mu.Unlock()
+	if err := transmit(z.conn, c.cookie, p); err != nil {
+		z.mu.Lock()
+		delete(z.byCookie, c.cookie)
+		z.mu.Unlock()
+		select {
+		case <-z.done:
+			return nil, z.endedError()
+		default:
+			return nil, fmt.Errorf("send to zygote: %w", err)
+		}
+	}
+	return c, nil
+}
+
+// transmit sends a program on a control socket.
+func transmit(conn *net.UnixConn, cookie uint64, p *Program) error {
+	b, err := p.encode()
+	if err != nil {
+		return err
+	}
+	f, err := memfd("program", b, unix.MFD_NOEXEC_SEAL)
+	if err != nil {
+		return err
+	}
+	defer f.Close() //nolint:errcheck // in memory
+	fds := []int{int(f.Fd())}
+	for _, pf := range p.files {
+		fd := pf.Fd()
+		if int(fd) < 0 {
+			return os.ErrClosed
+		}
+		fds = append(fds, int(fd))
+	}
+	msg := binary.NativeEndian.AppendUint64(nil, cookie)
+	msg = binary.NativeEndian.AppendUint64(msg, uint64(len(b)))
+	_, _, err = conn.WriteMsgUnix(msg, unix.UnixRights(fds...), nil)
+	return err
+}
+
+// await waits for the reply to a program that was sent.
+func (z *Zygote) await(ctx context.Context, c *child) error {
+	select {
+	case <-c.replied:
+	case <-ctx.Done():
+		z.mu.Lock()
+		select {
+		case <-c.replied:
+			z.mu.Unlock()
+			return nil
+		default:
+		}
+		c.abandoned = true
+		z.mu.Unlock()
+		return fmt.Errorf("wait for zygote: %w", ctx.Err())
+	case <-z.exited:
+		select {
+		case <-c.replied:
+		default:
+			return z.endedError()
+		}
+	}
+	return nil
+}
+
+// answerSize is that of struct answer in zygote.c.
+const answerSize = 32
+
+// Kinds of answers.
+const (
+	answerReply  = 1
+	answerFailed = 2
+	answerExited = 3
+)
+
+// read handles answers until the zygote ends, then reaps it.
+func (z *Zygote) read() {
+	b := make([]byte, answerSize)
+	var err error
+	for {
+		var n int
+		if n, err = z.conn.Read(b); err != nil {
+			break
+		}
+		if n == answerSize {
+			z.handle(b)
+		}
+	}
+	_ = z.conn.Close()
+	state, werr := z.proc.Wait()
+	reason := fmt.Sprintf("the zygote ended: %v", state)
+	if werr != nil {
+		reason = fmt.Sprintf("the zygote is lost: %v", werr)
+	}
+	if err != nil && !errors.Is(err, io.EOF) && !errors.Is(err, net.ErrClosed) {
+		reason += fmt.Sprintf(" (%v)", err)
+	}
+	z.mu.Lock()
+	defer z.mu.Unlock()
+	z.end(reason)
+	for _, c := range z.byPid {
+		c.lost = true
+		c.exit = Exit{Code: -1, Signal: int(unix.SIGKILL)}
+		close(c.ended)
+	}
+	clear(z.byPid)
+	clear(z.byCookie)
+	close(z.exited)
+}
+
+// end closes done, once. z.mu is held.
+func (z *Zygote) end(reason string) {
+	if z.reason == "" {
+		z.reason = reason
+		close(z.done)
+	}
+}
+
+func (z *Zygote) handle(b []byte) {
+	e := binary.NativeEndian
+	kind, step, cookie := e.Uint32(b), int(e.Uint32(b[4:])), e.Uint64(b[8:])
+	errno, pid, value := int32(e.Uint32(b[16:])), int(int32(e.Uint32(b[20:]))), int64(e.Uint64(b[24:]))
+
+	z.mu.Lock()
+	defer z.mu.Unlock()
+	switch c := z.byCookie[cookie]; {
+	case kind == answerExited:
+		z.reaped(pid, syscall.WaitStatus(errno), time.Duration(value)*time.Microsecond)
+	case c == nil:
+	case kind == answerFailed:
+		c.exit.ExecErrno, c.exit.Stage = int(errno), c.stepName(step)
+	case kind == answerReply:
+		c.pid, c.inside, c.errno = pid, int(max(value, 0)), syscall.Errno(errno)
+		if errno != 0 {
+			c.step = c.stepName(step)
+		}
+		if pid == 0 {
+			delete(z.byCookie, cookie)
+		} else {
+			z.byPid[pid] = c
+		}
+		if pid != 0 && c.abandoned {
+			go c.kill()
+		}
+		close(c.replied)
+	}
+}
+
+func (c *child) stepName(i int) string {
+	if i < len(c.names) {
+		return c.names[i]
+	}
+	return "fork"
+}
+
+func (z *Zygote) reaped(pid int, s syscall.WaitStatus, cpu time.Duration) {
+	if pid == z.initPid {
+		z.end("PID 1 ended: " + describe(s))
+	}
+	c := z.byPid[pid]
+	if c == nil {
+		return
+	}
+	delete(z.byPid, pid)
+	delete(z.byCookie, c.cookie)
+	c.exit.CPU = cpu
+	if s.Signaled() {
+		c.exit.Code, c.exit.Signal = -1, int(s.Signal())
+	} else {
+		c.exit.Code = s.ExitStatus()
+	}
+	close(c.ended)
+}
+
+func describe(s syscall.WaitStatus) string {
+	if s.Signaled() {
+		return "killed by signal " + s.Signal().String()
+	}
+	return fmt.Sprintf("exit status %d", s.ExitStatus())
+}

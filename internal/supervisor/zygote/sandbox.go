@@ -1,0 +1,219 @@
+package zygote
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"syscall"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/harena-dev/harena/internal/supervisor/confine"
+)
+
+// Descriptors that a joined zygote keeps, above any that it receives.
+const (
+	pidNsFd    = 40 // PIDNS in zygote.c
+	cgroupNsFd = 41
+)
+
+const (
+	// cloneFork says "fork" where Clone 0 would run in place. CLONE_CLEAR_SIGHAND only spells out what holds anyway: the
+	// zygote has no handlers.
+	cloneFork = unix.CLONE_CLEAR_SIGHAND
+	// cloneInit: all namespaces but the cgroup namespace, which takes its root from the caller's
+	// group: PID 1 makes it itself, in its own.
+	cloneInit = unix.CLONE_NEWUSER | unix.CLONE_NEWPID | unix.CLONE_NEWNS | unix.CLONE_NEWNET | unix.CLONE_NEWIPC | unix.CLONE_NEWUTS
+	joinFlags = cloneInit
+)
+
+// initSocketFd is PID 1's end of its socket, above any descriptor that it receives.
+const initSocketFd = 42
+
+// Init is PID 1 while it is set up: it lives in its new namespaces, without an ID map, and waits for one program.
+type Init struct {
+	child *child
+	conn  *net.UnixConn
+}
+
+// ForkInit forks PID 1 into a cgroup2 directory.
+func (z *Zygote) ForkInit(ctx context.Context, cgroup *os.File) (*Init, error) {
+	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		return nil, os.NewSyscallError("socketpair", err)
+	}
+	ours, theirs := os.NewFile(uintptr(fds[0]), "init"), os.NewFile(uintptr(fds[1]), "init")
+	defer ours.Close()   //nolint:errcheck // FileConn duplicates it
+	defer theirs.Close() //nolint:errcheck // PID 1 has it
+	conn, err := net.FileConn(ours)
+	if err != nil {
+		return nil, fmt.Errorf("socket of PID 1: %w", err)
+	}
+	p := NewProgram()
+	p.Clone = cloneInit
+	p.IntoCgroup(p.File(cgroup))
+	p.Call("socket", unix.SYS_DUP3, p.File(theirs), initSocketFd, unix.O_CLOEXEC)
+	p.Call("socket", unix.SYS_CLOSE, Slot(2))
+	p.Call("receive", opReceive, initSocketFd)
+	c, err := z.fork(ctx, p)
+	if err != nil {
+		_ = conn.Close()
+		return nil, err
+	}
+	z.mu.Lock()
+	z.initPid = c.pid
+	z.mu.Unlock()
+	return &Init{c, conn.(*net.UnixConn)}, nil
+}
+
+// Pid is PID 1's process ID outside.
+func (i *Init) Pid() int { return i.child.pid }
+
+// SetUp sends PID 1 its program and waits until it is carried out. The
+// last steps, which make a reaper of it, are added here.
+func (i *Init) SetUp(ctx context.Context, p *Program) error {
+	defer i.conn.Close() //nolint:errcheck // used up
+	p.Call("die-with-zygote", unix.SYS_PRCTL, unix.PR_SET_PDEATHSIG, int(unix.SIGKILL), 0, 0, 0)
+	p.Call("report", unix.SYS_WRITE, initSocketFd, "r", 1)
+	p.Call("close", unix.SYS_CLOSE_RANGE, 0, ^uint32(0), 0)
+	p.Call("reap", opReap)
+	c := i.child
+	c.z.mu.Lock()
+	c.names = p.names()
+	c.z.mu.Unlock()
+
+	stop := context.AfterFunc(ctx, func() { _ = i.conn.Close() })
+	defer stop()
+	if err := transmit(i.conn, 0, p); err != nil {
+		return errors.Join(ctx.Err(), fmt.Errorf("send to PID 1: %w", err))
+	}
+	if _, err := i.conn.Read(make([]byte, 1)); err == nil {
+		return nil
+	}
+	exit, err := c.Wait(ctx)
+	if err != nil {
+		return err
+	}
+	if exit.ExecErrno != 0 {
+		return &StepError{exit.Stage, syscall.Errno(exit.ExecErrno)}
+	}
+	return fmt.Errorf("PID 1 ended while it was set up: %+v", exit)
+}
+
+// Join makes the zygote enter the sandbox of init, whose ID range begins at
+// idBase. From then on it spawns commands, unless files only are wanted.
+func (z *Zygote) Join(ctx context.Context, init *Init, idBase int, spawn bool) error {
+	p := NewProgram()
+	var opened []*os.File
+	defer func() {
+		for _, f := range opened {
+			_ = f.Close()
+		}
+	}()
+	pidfd, err := unix.PidfdOpen(init.Pid(), 0)
+	if err != nil {
+		return os.NewSyscallError("pidfd_open", err)
+	}
+	opened = append(opened, os.NewFile(uintptr(pidfd), "pidfd"))
+	for _, ns := range []string{"pid", "cgroup"} {
+		f, err := os.Open(fmt.Sprintf("/proc/%d/ns/%s", init.Pid(), ns))
+		if err != nil {
+			return err
+		}
+		opened = append(opened, f)
+	}
+	// All at once: a fork into the pid namespace from outside the mount namespace would show the node's mounts.
+	p.Call("setns", unix.SYS_SETNS, p.File(opened[0]), joinFlags)
+	p.Call("keep-pidns", unix.SYS_DUP3, p.File(opened[1]), pidNsFd, unix.O_CLOEXEC)
+	p.Call("keep-cgroupns", unix.SYS_DUP3, p.File(opened[2]), cgroupNsFd, unix.O_CLOEXEC)
+	p.Root()
+	// What children have in common is set once.
+	for c := range 64 {
+		if confine.Capabilities&(1<<c) == 0 {
+			p.Call("bounding-set", unix.SYS_PRCTL, unix.PR_CAPBSET_DROP, c, 0, 0, 0).Unless(unix.EINVAL, nil)
+		}
+	}
+	if err := p.rlimits(); err != nil {
+		return err
+	}
+	p.Call("umask", unix.SYS_UMASK, 0o022)
+	p.Call("chdir", unix.SYS_CHDIR, "/")
+	if err := z.Run(ctx, p); err != nil {
+		return fmt.Errorf("zygote joins the sandbox: %w", err)
+	}
+	z.mu.Lock()
+	z.idBase, z.joined = idBase, spawn
+	z.mu.Unlock()
+	return nil
+}
+
+// Root makes the process root of the user namespace that it is in, with all capabilities there.
+func (p *Program) Root() {
+	p.Call("groups", unix.SYS_SETGROUPS, 0, 0)
+	p.Call("gid", unix.SYS_SETRESGID, 0, 0, 0)
+	p.Call("uid", unix.SYS_SETRESUID, 0, 0, 0)
+	p.undumpable()
+}
+
+// undumpable follows every change of IDs: the kernel then resets the flag to
+// fs.suid_dumpable, which a node may have set to 1.
+func (p *Program) undumpable() {
+	p.Call("undumpable", unix.SYS_PRCTL, unix.PR_SET_DUMPABLE, 0, 0, 0, 0)
+}
+
+// Identity makes the process a user, with capabilities as its permitted and effective sets. The
+// inheritable and ambient sets are empty, as in Docker since 20.10.14 (CVE-2022-24769).
+func (p *Program) Identity(uid, gid uint32, groups []uint32, capabilities uint64) {
+	list := make([]byte, 0, 4*len(groups))
+	for _, g := range groups {
+		list = binary.NativeEndian.AppendUint32(list, g)
+	}
+	p.Call("groups", unix.SYS_SETGROUPS, len(groups), list)
+	p.Call("gid", unix.SYS_SETRESGID, gid, gid, gid)
+	p.Call("uid", unix.SYS_SETRESUID, uid, uid, uid)
+	p.undumpable()
+	e := binary.NativeEndian
+	header := e.AppendUint32(nil, unix.LINUX_CAPABILITY_VERSION_3)
+	header = e.AppendUint32(header, 0)
+	var data []byte
+	for _, half := range []uint32{uint32(capabilities), uint32(capabilities >> 32)} {
+		data = e.AppendUint32(data, half) // effective
+		data = e.AppendUint32(data, half) // permitted
+		data = e.AppendUint32(data, 0)    // inheritable
+	}
+	p.Call("capabilities", unix.SYS_CAPSET, header, data)
+}
+
+// Seccomp installs the filter. It needs CAP_SYS_ADMIN in the user namespace, or no_new_privs.
+func (p *Program) Seccomp() {
+	filter := confine.Filter()
+	var code []byte
+	e := binary.NativeEndian
+	for _, i := range filter {
+		code = e.AppendUint16(code, i.Code)
+		code = append(code, i.Jt, i.Jf)
+		code = e.AppendUint32(code, i.K)
+	}
+	// struct sock_fprog
+	prog := e.AppendUint64(nil, uint64(len(filter)))
+	prog = e.AppendUint64(prog, p.Bytes(code))
+	p.Call("seccomp", unix.SYS_SECCOMP, unix.SECCOMP_SET_MODE_FILTER, 0, prog)
+}
+
+func (p *Program) rlimits() error {
+	for _, l := range confine.Rlimits {
+		var now unix.Rlimit
+		if err := unix.Getrlimit(l.Resource, &now); err != nil {
+			return os.NewSyscallError("getrlimit", err)
+		}
+		// Only CAP_SYS_RESOURCE outside may raise a hard limit, so the supervisor's own is the most there is.
+		hard := min(l.Hard, now.Max)
+		v := binary.NativeEndian.AppendUint64(nil, min(l.Soft, hard))
+		v = binary.NativeEndian.AppendUint64(v, hard)
+		p.Call("rlimit", unix.SYS_PRLIMIT64, 0, l.Resource, v, 0)
+	}
+	return nil
+}
