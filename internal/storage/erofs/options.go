@@ -5,7 +5,9 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"os"
+	"slices"
 
 	"golang.org/x/sys/unix"
 
@@ -77,6 +79,13 @@ type builder struct {
 	attrs      map[string]string // interned encodings of extended attributes
 	warnings   []string
 	suppressed int
+	dropped    map[string]dropped // by name of attribute
+}
+
+// dropped counts the files that lost an attribute.
+type dropped struct {
+	first string
+	files int
 }
 
 func newBuilder(ctx context.Context, meta, blob *os.File, o Options) (*builder, error) {
@@ -95,7 +104,7 @@ func newBuilder(ctx context.Context, meta, blob *os.File, o Options) (*builder, 
 		}
 	}
 	root := &inode{mode: modeDir | 0o755, dir: &directory{}}
-	return &builder{ctx: ctx, o: o, meta: meta, blob: newBlobWriter(blob), root: root, attrs: make(map[string]string)}, nil
+	return &builder{ctx: ctx, o: o, meta: meta, blob: newBlobWriter(blob), root: root, attrs: make(map[string]string), dropped: make(map[string]dropped)}, nil
 }
 
 func (b *builder) warn(format string, args ...any) {
@@ -104,6 +113,35 @@ func (b *builder) warn(format string, args ...any) {
 		return
 	}
 	b.warnings = append(b.warnings, fmt.Sprintf(format, args...))
+}
+
+// warnDropped notes that a file loses an extended attribute; one warning is
+// made for all files that lose it.
+func (b *builder) warnDropped(path, name string) {
+	d, ok := b.dropped[name]
+	if !ok && len(b.dropped) == maxWarnings {
+		b.suppressed++
+		return
+	}
+	if !ok {
+		d.first = path
+	}
+	d.files++
+	b.dropped[name] = d
+}
+
+// allWarnings returns at most maxWarnings warnings and a count of the others.
+func (b *builder) allWarnings() []string {
+	out := b.warnings
+	for _, name := range slices.Sorted(maps.Keys(b.dropped)) {
+		d := b.dropped[name]
+		out = append(out, fmt.Sprintf("extended attribute %s dropped from %d files, such as %s", quote(name), d.files, quote(d.first)))
+	}
+	kept := out[:min(len(out), maxWarnings)]
+	if hidden := b.suppressed + len(out) - len(kept); hidden > 0 {
+		kept = append(kept, fmt.Sprintf("%d more warnings not shown", hidden))
+	}
+	return kept
 }
 
 // grow accounts for n bytes of names, links or attributes.
@@ -150,14 +188,11 @@ func (b *builder) finish() (*Result, error) {
 	if b.o.Progress != nil {
 		b.o.Progress(b.read)
 	}
-	if b.suppressed > 0 {
-		b.warnings = append(b.warnings, fmt.Sprintf("%d more warnings not shown", b.suppressed))
-	}
 	return &Result{
 		MetaBytes:    int64(l.super.blocks) * blockSize,
 		BlobBytes:    int64(b.blob.blocks) * blockSize,
 		LogicalBytes: l.logical,
 		Files:        l.names,
-		Warnings:     b.warnings,
+		Warnings:     b.allWarnings(),
 	}, nil
 }

@@ -101,7 +101,7 @@ func (b *builder) encodeAttrs(path string, attrs map[string]string) (string, err
 		case attrDrop:
 			continue
 		case attrWarn:
-			b.warn("%q: extended attribute %q dropped", path, name)
+			b.warnDropped(path, name)
 			continue
 		case attrRefuse:
 			return "", errs.E(errs.Invalid, "its content is in another layer (extended attribute %q)", name).

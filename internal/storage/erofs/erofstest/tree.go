@@ -149,15 +149,15 @@ func fileDigest(path string) (string, error) {
 	return Digest(f)
 }
 
-// Digest returns what Node.Digest holds for the content of r: a hash of its MiBs,
-// of which those that are zero are only counted, so that sparse files are quick.
+// Digest returns what Node.Digest holds for the content of r: a hash of pieces of
+// 64 KiB, of which zero ones are only counted, so that sparse files are quick.
 func Digest(r io.Reader) (string, error) {
 	h := sha256.New()
-	buf, zeros := make([]byte, 1<<20), make([]byte, 1<<20)
+	buf := make([]byte, 1<<16)
 	for {
 		n, err := io.ReadFull(r, buf)
-		if n == len(buf) && bytes.Equal(buf, zeros) {
-			h.Write([]byte("a MiB of zeros"))
+		if n == len(buf) && buf[0] == 0 && bytes.Equal(buf[1:], buf[:n-1]) {
+			h.Write([]byte("zeros"))
 		} else {
 			h.Write(buf[:n])
 		}
@@ -172,11 +172,11 @@ func Digest(r io.Reader) (string, error) {
 }
 
 func xattrs(path string) (map[string]string, error) {
-	list, value := make([]byte, 1<<16), make([]byte, 1<<16)
-	n, err := unix.Llistxattr(path, list)
-	if errors.Is(err, unix.EOPNOTSUPP) || err == nil && n == 0 {
+	if n, err := unix.Llistxattr(path, nil); errors.Is(err, unix.EOPNOTSUPP) || err == nil && n == 0 {
 		return nil, nil
 	}
+	list, value := make([]byte, 1<<16), make([]byte, 1<<16)
+	n, err := unix.Llistxattr(path, list)
 	if err != nil {
 		return nil, err
 	}
