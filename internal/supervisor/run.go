@@ -52,6 +52,8 @@ type Sandbox interface {
 	Services(e Env) (Services, error)
 	InitPid() int
 	ZygotePid() int
+	// Timings are the steps of the start.
+	Timings() []*harenav1.Timing
 	// Done is closed when the sandbox has ended by itself.
 	Done() <-chan struct{}
 	// Reason says why it ended, once Done is closed.
@@ -179,10 +181,9 @@ func start(c Config, prepared Prepared, l *guestv1.Launch) (_ *supervisor, err e
 	err = claim.Write(c.Channel, &guestv1.LaunchResult{
 		InitPid:   int64(sb.InitPid()),
 		ZygotePid: int64(sb.ZygotePid()),
-		Timings: []*harenav1.Timing{
-			{Step: "supervisor.launch", Micros: launched.Sub(began).Microseconds()},
-			{Step: "supervisor.services", Micros: time.Since(launched).Microseconds()},
-		},
+		Timings: append(sb.Timings(),
+			&harenav1.Timing{Step: "supervisor.launch", Micros: launched.Sub(began).Microseconds()},
+			&harenav1.Timing{Step: "supervisor.services", Micros: time.Since(launched).Microseconds()}),
 	})
 	if err != nil {
 		return nil, fmt.Errorf("answer the edge: %w", err)

@@ -6,7 +6,9 @@ import (
 	"fmt"
 	"log/slog"
 	"os"
+	"os/exec"
 	"path/filepath"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -16,15 +18,66 @@ import (
 	"github.com/harena-dev/harena/internal/sandbox"
 )
 
-func TestMain(m *testing.M) {
-	if len(os.Args) == 2 && os.Args[1] == "supervise" {
-		if err := standInMain(); err != nil {
-			fmt.Fprintln(os.Stderr, err)
-			os.Exit(1)
-		}
-		os.Exit(0)
+// shared is what all tests use: the real guest binary, and a layer with busybox.
+var shared struct {
+	guest, layer string
+	bases        atomic.Uint32
+}
+
+func TestMain(m *testing.M) { os.Exit(testMain(m)) }
+
+func testMain(m *testing.M) int {
+	if dir := os.Getenv("HELPER_EDGE_SHARED"); dir != "" {
+		shared.guest, shared.layer = filepath.Join(dir, "harena-guest"), filepath.Join(dir, "layer")
+		shared.bases.Store(4096)
+		return m.Run()
 	}
-	os.Exit(m.Run())
+	if os.Getuid() != 0 {
+		return m.Run()
+	}
+	dir, err := os.MkdirTemp("/var/tmp", "harena-container-shared-")
+	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		return 1
+	}
+	defer os.RemoveAll(dir)
+	if err := prepareShared(dir); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		return 1
+	}
+	return m.Run()
+}
+
+// prepareShared builds the guest as `make build` does, and a layer of one static busybox.
+func prepareShared(dir string) error {
+	shared.guest, shared.layer = filepath.Join(dir, "harena-guest"), filepath.Join(dir, "layer")
+	build := exec.Command("go", "build", "-trimpath", "-ldflags", "-s -w", "-o", shared.guest, "github.com/harena-dev/harena/cmd/harena-guest")
+	build.Env = append(os.Environ(), "CGO_ENABLED=0")
+	if out, err := build.CombinedOutput(); err != nil {
+		return fmt.Errorf("build the guest: %w\n%s", err, out)
+	}
+	busybox, err := exec.LookPath("busybox")
+	if err != nil {
+		return fmt.Errorf("these tests need busybox-static: %w", err)
+	}
+	text, err := os.ReadFile(busybox)
+	if err != nil {
+		return err
+	}
+	for _, d := range []string{"bin", "etc", "proc", "sys", "dev", "tmp", "root"} {
+		if err := os.MkdirAll(filepath.Join(shared.layer, d), 0o755); err != nil {
+			return err
+		}
+	}
+	if err := os.WriteFile(filepath.Join(shared.layer, "bin/busybox"), text, 0o755); err != nil {
+		return err
+	}
+	for _, name := range []string{"sh", "sleep", "cat", "echo", "true", "dd", "tail", "head", "id"} {
+		if err := os.Symlink("busybox", filepath.Join(shared.layer, "bin", name)); err != nil {
+			return err
+		}
+	}
+	return os.WriteFile(filepath.Join(shared.layer, "etc/passwd"), []byte("root:x:0:0:root:/root:/bin/sh\n"), 0o644)
 }
 
 // node is an edge's part of this machine for one test.
@@ -44,16 +97,12 @@ func newNode(t testing.TB) *node {
 	if err != nil {
 		t.Fatal(err)
 	}
-	guest, err := os.Executable()
-	if err != nil {
-		t.Fatal(err)
-	}
 	// Not t.TempDir: its path has the test's name, and this one may be needed after a failed clean-up.
 	dir, err := os.MkdirTemp("/var/tmp", "harena-container-")
 	if err != nil {
 		t.Fatal(err)
 	}
-	n := &node{dir: dir, edge: edge, guest: guest}
+	n := &node{dir: dir, edge: edge, guest: shared.guest}
 	t.Cleanup(func() { n.sweep(t) })
 	return n
 }
@@ -112,7 +161,7 @@ func (n *node) config(t testing.TB) backend.Config {
 	if err != nil {
 		t.Fatal(err)
 	}
-	return backend.Config{ID: id, Spec: spec, Dir: dir, IDBase: 1 << 30}
+	return backend.Config{ID: id, Spec: spec, Dir: dir, Lowers: []string{shared.layer}, IDBase: 1<<30 + shared.bases.Add(1)*65536}
 }
 
 func TestConformance(t *testing.T) {

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"strconv"
 	"strings"
 	"sync"
@@ -193,7 +194,7 @@ func TestHelperEdge(t *testing.T) {
 	if os.Getenv("HELPER_EDGE_DIR") == "" {
 		t.Skip("a helper of other tests")
 	}
-	n := &node{dir: os.Getenv("HELPER_EDGE_DIR"), edge: sandbox.EdgeID(os.Getenv("HELPER_EDGE_ID")), guest: os.Args[0]}
+	n := &node{dir: os.Getenv("HELPER_EDGE_DIR"), edge: sandbox.EdgeID(os.Getenv("HELPER_EDGE_ID")), guest: shared.guest}
 	b := n.open(t)
 	c := n.config(t)
 	if _, err := b.Create(soon(t), c); err != nil {
@@ -208,7 +209,7 @@ func TestHelperEdge(t *testing.T) {
 func startEdge(t *testing.T, n *node) (*exec.Cmd, sandbox.ID) {
 	t.Helper()
 	cmd := exec.Command(os.Args[0], "-test.run=^TestHelperEdge$", "-test.timeout=2m")
-	cmd.Env = append(os.Environ(), "HELPER_EDGE_DIR="+n.dir, "HELPER_EDGE_ID="+string(n.edge))
+	cmd.Env = append(os.Environ(), "HELPER_EDGE_DIR="+n.dir, "HELPER_EDGE_ID="+string(n.edge), "HELPER_EDGE_SHARED="+filepath.Dir(shared.guest))
 	cmd.Stderr = os.Stderr
 	// A process group of its own, so that the test can do what Ctrl-C does.
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}

@@ -1,11 +1,13 @@
 package container
 
 import (
+	"bytes"
 	"context"
 	"fmt"
 	"os"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 	"time"
 
@@ -111,8 +113,29 @@ func (b *Backend) strangers(live map[sandbox.ID]bool) ([]found, error) {
 	b.pool.starts.Lock()
 	defer b.pool.starts.Unlock()
 	all, err := b.scan()
-	ours := b.pool.pids()
-	return slices.DeleteFunc(all, func(s found) bool { return ours[s.pid] || live[s.id] }), err
+	owned := b.pool.pids()
+	for _, s := range all {
+		if live[s.id] {
+			owned[s.pid] = true
+		}
+	}
+	// The zygote of a supervisor in the pool is its child, as is what a supervisor is just forking.
+	return slices.DeleteFunc(all, func(s found) bool { return owned[s.pid] || owned[parentOf(s.pid)] }), err
+}
+
+// parentOf returns the parent of pid, 0 when it is gone; proc_pid_stat(5).
+func parentOf(pid int) int {
+	stat, err := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/stat")
+	if err != nil {
+		return 0
+	}
+	// The second field is the name in parentheses, which may hold any character.
+	f := strings.Fields(string(stat[bytes.LastIndexByte(stat, ')')+1:]))
+	if len(f) < 2 {
+		return 0
+	}
+	ppid, _ := strconv.Atoi(f[1])
+	return ppid
 }
 
 // endFound ends a supervisor that was found, unless it has ended and its ID belongs to another process.
