@@ -1,0 +1,117 @@
+package main
+
+import (
+	"context"
+	"path/filepath"
+
+	harenav1 "github.com/harena-dev/harena/api/harena/v1"
+	"github.com/harena-dev/harena/internal/edge/backend"
+	"github.com/harena-dev/harena/internal/edge/lifecycle"
+	"github.com/harena-dev/harena/internal/storage/layer"
+)
+
+// nodeLayers gives the life cycle what it needs of the layer store.
+type nodeLayers struct {
+	dir    string // the data directory
+	store  *layer.Store
+	mounts *layer.Mounts
+}
+
+var _ lifecycle.Layers = (*nodeLayers)(nil)
+
+// Compose implements lifecycle.Layers.
+func (l *nodeLayers) Compose(_ context.Context, project string, spec *harenav1.SandboxSpec) (lifecycle.Composition, error) {
+	found, err := l.store.Compose(project, spec.GetImage(), spec.GetWorkspace(), spec.GetToolkits())
+	if err != nil {
+		return lifecycle.Composition{}, err
+	}
+	names := map[layer.Digest]string{}
+	for _, name := range append([]string{spec.GetImage(), spec.GetWorkspace()}, spec.GetToolkits()...) {
+		if name == "" {
+			continue
+		}
+		named, err := l.store.Resolve(project, name)
+		if err != nil {
+			return lifecycle.Composition{}, err
+		}
+		names[named.Digest] = name
+	}
+	out := lifecycle.Composition{Config: imageConfig(found.Config)}
+	for _, d := range found.Digests {
+		one, err := l.store.Load(d)
+		if err != nil {
+			return lifecycle.Composition{}, err
+		}
+		// A layer that nobody named is one that a snapshot was taken over.
+		name := names[d]
+		if name == "" {
+			name = string(d)
+		}
+		out.Layers = append(out.Layers, lifecycle.Layer{Name: name, Digest: string(d), Kind: string(one.Kind)})
+	}
+	return out, nil
+}
+
+func imageConfig(c layer.ImageConfig) *harenav1.ImageConfig {
+	return &harenav1.ImageConfig{Env: c.Env, WorkingDir: c.WorkingDir, User: c.User, Entrypoint: c.Entrypoint, Cmd: c.Cmd, Labels: c.Labels}
+}
+
+// Hold implements lifecycle.Layers.
+func (l *nodeLayers) Hold() (release func()) { return l.store.Hold() }
+
+// Acquire implements lifecycle.Layers.
+func (l *nodeLayers) Acquire(ctx context.Context, owner string, digests []string) (dirs []string, err error) {
+	defer func() {
+		if err != nil {
+			_ = l.mounts.Release(owner)
+		}
+	}()
+	for _, s := range digests {
+		d, err := layer.ParseDigest(s)
+		if err != nil {
+			return nil, err
+		}
+		dir, err := l.mounts.Acquire(ctx, d, owner)
+		if err != nil {
+			return nil, err
+		}
+		dirs = append(dirs, dir)
+	}
+	return dirs, nil
+}
+
+// Adopt implements lifecycle.Layers.
+func (l *nodeLayers) Adopt(owner string, digests []string) ([]string, error) {
+	dirs := make([]string, 0, len(digests))
+	for _, s := range digests {
+		d, err := layer.ParseDigest(s)
+		if err != nil {
+			return nil, err
+		}
+		l.mounts.Adopt(d, owner)
+		dirs = append(dirs, filepath.Join(l.dir, "mounts", d.Hex()))
+	}
+	return dirs, nil
+}
+
+// Release implements lifecycle.Layers.
+func (l *nodeLayers) Release(owner string) error { return l.mounts.Release(owner) }
+
+// Leaks implements lifecycle.Layers.
+func (l *nodeLayers) Leaks() ([]backend.Leak, error) {
+	found, err := l.mounts.Leaks()
+	leaks := make([]backend.Leak, 0, len(found))
+	for _, f := range found {
+		leaks = append(leaks, backend.Leak{Kind: f.Kind, Name: f.Name, Release: f.Release})
+	}
+	return leaks, err
+}
+
+// Checks implements lifecycle.Layers.
+func (l *nodeLayers) Checks(context.Context) []*harenav1.Check {
+	c := &harenav1.Check{Name: "layers.mount", Status: "ok", Detail: "EROFS images are mounted in mode " + string(l.mounts.Mode())}
+	if l.mounts.Mode() == layer.ModeLoop {
+		c.Status, c.Hint = "degraded", "layers go through loop devices; Linux 6.12 mounts files by themselves"
+	}
+	return []*harenav1.Check{c}
+}
