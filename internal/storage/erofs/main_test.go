@@ -157,13 +157,6 @@ func readImage(t testing.TB, img *erofs.Image) erofstest.Tree {
 	return tree
 }
 
-func torture(t testing.TB) string {
-	t.Helper()
-	dir := t.TempDir()
-	erofstest.Torture(t, dir)
-	return dir
-}
-
 // bytesOf returns the content of both images.
 func (im images) bytesOf(t testing.TB) string {
 	t.Helper()

@@ -14,7 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Torture fills dir, which exists, with about 7,000 names (70 MB, sparse files
+// Torture fills dir, which exists, with about 3,000 names (80 MB, sparse files
 // not counted). It needs root. What is in it is always the same, times of
 // directories included.
 func Torture(t testing.TB, dir string) {
@@ -69,7 +69,7 @@ func (b *maker) sizes() {
 	for _, n := range []int{0, 1, 4031, 4032, 4095, 4096, 4097, 8191, 8192, 8193, 3*4096 + 123, 1<<18 - 1, 1 << 18, 1<<18 + 1} {
 		b.file(fmt.Sprintf("size/%d", n), b.random(n))
 	}
-	for i := range 3000 {
+	for i := range 1000 {
 		b.file(fmt.Sprintf("many/file-%05d", i), []byte(strings.Repeat(fmt.Sprint(i), i%50)))
 	}
 	big := b.random(24<<20 + 77)
@@ -217,7 +217,7 @@ func (b *maker) names() {
 	for n := 1; n <= 255; n++ { // directories whose blocks fill up in every way
 		b.file(fmt.Sprintf("widths/%s", strings.Repeat("w", n)), nil)
 	}
-	for n := range 3500 {
+	for n := range 1500 {
 		b.file(fmt.Sprintf("blocks/%0*d", 1+n%200, n), nil)
 	}
 	b.mkdir("deep/" + strings.Repeat("d/", 200))

@@ -177,7 +177,7 @@ func xattrs(path string) (map[string]string, error) {
 	}
 	list, value := make([]byte, 1<<16), make([]byte, 1<<16)
 	n, err := unix.Llistxattr(path, list)
-	if err != nil {
+	if err != nil || n == 0 { // overlay counts attributes that it then hides
 		return nil, err
 	}
 	out := make(map[string]string)
