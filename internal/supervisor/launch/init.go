@@ -13,11 +13,9 @@ import (
 
 // initConfig is what the program of PID 1 depends on.
 type initConfig struct {
-	root *os.File // the overlay, a detached mount
-	// initProcs is cgroup.procs of PID 1's final group, opened for writing by the supervisor, whose right to move it counts.
-	initProcs *os.File
-	hostname  string
-	shmBytes  int64
+	root     *os.File // the overlay, a detached mount
+	hostname string
+	shmBytes int64
 	// controllers are the v1 hierarchies to show at /sys/fs/cgroup, as comma-separated lists; none: cgroup2.
 	controllers []string
 }
@@ -36,13 +34,12 @@ type builder struct {
 // process that sees the node's mounts until pivot_root; it fails on the first surprise.
 func initProgram(c initConfig) *zygote.Program {
 	b := &builder{Program: zygote.NewProgram()}
-	root, procs := b.File(c.root), b.File(c.initProcs)
+	root := b.File(c.root)
 	b.fs, b.target, b.src = b.NewSlot(), b.NewSlot(), b.NewSlot()
 
 	b.Root()
-	// The namespace's root is the group that PID 1 is in now, the parent of its own and of every command's.
+	// The namespace's root is PID 1's group, the parent of every command's.
 	b.Call("cgroup-namespace", unix.SYS_UNSHARE, unix.CLONE_NEWCGROUP)
-	b.Call("cgroup-init", unix.SYS_WRITE, procs, "0", 1)
 
 	b.Call("private-mounts", unix.SYS_MOUNT, 0, "/", 0, unix.MS_REC|unix.MS_PRIVATE, 0)
 	b.Call("attach-root", unix.SYS_MOVE_MOUNT, root, "", atCwd, "/", unix.MOVE_MOUNT_F_EMPTY_PATH)

@@ -10,6 +10,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"sync"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -94,6 +95,8 @@ type Sandbox struct {
 	init    *zygote.Init
 	initFd  *os.File // pidfd of PID 1
 	timings []*harenav1.Timing
+	closing sync.Once
+	closed  error // what Close returned
 
 	// Root and Devpts are descriptors of "/" and of /dev/pts inside, taken before anything untrusted ran. Root is O_PATH.
 	Root, Devpts *os.File
@@ -126,12 +129,11 @@ func (p *Prepared) Launch(ctx context.Context, l *guestv1.Launch) (_ *Sandbox, e
 		}
 	}()
 
-	work, initProcs, err := s.enterCgroups()
+	work, err := s.enterCgroups(ctx)
 	if err != nil {
 		return nil, err
 	}
-	defer work.Close()      //nolint:errcheck // a directory
-	defer initProcs.Close() //nolint:errcheck // written to by PID 1
+	defer work.Close() //nolint:errcheck // a directory
 	lap("cgroups")
 
 	if s.init, err = p.zyg.ForkInit(ctx, work); err != nil {
@@ -151,11 +153,12 @@ func (p *Prepared) Launch(ctx context.Context, l *guestv1.Launch) (_ *Sandbox, e
 		return nil, err
 	}
 	lap("upper")
-	root, err := overlay(l.GetLowers(), l.GetUpper(), l.GetWork(), userns, base)
+	root, releaseMounts, err := overlay(l.GetLowers(), l.GetUpper(), l.GetWork(), userns, base)
+	defer func() { go releaseMounts() }()
 	if err != nil {
 		return nil, err
 	}
-	defer root.Close() //nolint:errcheck // attached inside by then
+	defer func() { go root.Close() }() //nolint:errcheck // attached inside by then
 	lap("overlay")
 
 	shm := l.GetShmBytes()
@@ -163,7 +166,7 @@ func (p *Prepared) Launch(ctx context.Context, l *guestv1.Launch) (_ *Sandbox, e
 		shm = defaultShm
 	}
 	err = s.init.SetUp(ctx, initProgram(initConfig{
-		root: root, initProcs: initProcs, hostname: l.GetHostname(), shmBytes: shm, controllers: p.visible(l.GetCgroups().GetV1()),
+		root: root, hostname: l.GetHostname(), shmBytes: shm, controllers: p.visible(l.GetCgroups().GetV1()),
 	}))
 	if err != nil {
 		return nil, fmt.Errorf("set up PID 1: %w", err)
@@ -182,33 +185,47 @@ func (p *Prepared) Launch(ctx context.Context, l *guestv1.Launch) (_ *Sandbox, e
 }
 
 // enterCgroups puts the zygote into its groups, so that all it forks is in
-// the sandbox's, and opens the group that PID 1 is forked into and the procs file of the one that it ends in.
-func (s *Sandbox) enterCgroups() (work, initProcs *os.File, err error) {
+// the sandbox's, and opens the group that PID 1 is forked into.
+func (s *Sandbox) enterCgroups(ctx context.Context) (*os.File, error) {
 	c := s.launch.GetCgroups()
-	tracking := c.GetTracking()
-	dirs := append([]string{filepath.Join(filepath.Dir(tracking), "zygote")}, c.GetV1()...)
-	for _, d := range dirs {
-		if err := cgroup.Dir(d).Attach(s.p.zyg.Pid()); err != nil {
-			return nil, nil, fmt.Errorf("put the zygote into its cgroups: %w", err)
-		}
+	dir := filepath.Dir(c.GetTracking())
+	own, err := openPath(filepath.Join(dir, "zygote"), unix.O_DIRECTORY)
+	if err != nil {
+		return nil, fmt.Errorf("open the zygote's cgroup: %w", err)
+	}
+	defer own.Close() //nolint:errcheck // a directory
+	tasks, closeTasks, err := openTasks(c.GetV1())
+	defer closeTasks()
+	if err != nil {
+		return nil, err
+	}
+	if err := s.p.zyg.Move(ctx, own, tasks); err != nil {
+		return nil, fmt.Errorf("put the zygote into its cgroups: %w", err)
 	}
 	// clone3 into a command's group asks for the right to write cgroup.procs there and in the common
 	// ancestor with the zygote's group (cgroup_procs_write_permission). It ends there: above, everything is the node's.
 	owner := int(s.launch.GetIdBase())
-	if err := os.Lchown(filepath.Join(filepath.Dir(tracking), "cgroup.procs"), owner, owner); err != nil {
-		return nil, nil, fmt.Errorf("delegate cgroup: %w", err)
+	if err := os.Lchown(filepath.Join(dir, "cgroup.procs"), owner, owner); err != nil {
+		return nil, fmt.Errorf("delegate cgroup: %w", err)
 	}
-	initDir := filepath.Join(tracking, "init")
-	if err := cgroup.Dir(initDir).Make(); err != nil {
-		return nil, nil, err
+	return openPath(c.GetTracking(), unix.O_DIRECTORY)
+}
+
+// openTasks opens the files by which a thread joins v1 groups.
+func openTasks(groups []string) (files []*os.File, release func(), err error) {
+	release = func() {
+		for _, f := range files {
+			_ = f.Close()
+		}
 	}
-	if work, err = openPath(tracking, unix.O_DIRECTORY); err != nil {
-		return nil, nil, err
+	for _, g := range groups {
+		f, err := os.OpenFile(filepath.Join(g, "tasks"), os.O_WRONLY, 0)
+		if err != nil {
+			return files, release, fmt.Errorf("open cgroup: %w", err)
+		}
+		files = append(files, f)
 	}
-	if initProcs, err = os.OpenFile(filepath.Join(initDir, "cgroup.procs"), os.O_WRONLY, 0); err != nil {
-		return nil, nil, errors.Join(err, work.Close())
-	}
-	return work, initProcs, nil
+	return files, release, nil
 }
 
 // mapIDs writes the ID maps of a new user namespace and returns it.
@@ -263,13 +280,15 @@ func (s *Sandbox) Reason() string { return s.p.zyg.Reason() }
 // Timings are the steps of the launch.
 func (s *Sandbox) Timings() []*harenav1.Timing { return s.timings }
 
-// Close kills every process of the sandbox, waits for their end, and releases what it holds.
+// Close kills every process of the sandbox, waits for their end, and releases what it holds. It may be called again.
 func (s *Sandbox) Close() error {
-	p := s.p
-	ctx, cancel := context.WithTimeout(context.Background(), closeWithin)
-	defer cancel()
-	err := p.zyg.Close(ctx)
-	return errors.Join(err, s.release(), p.image.Close(), p.worker.Close())
+	s.closing.Do(func() {
+		p := s.p
+		ctx, cancel := context.WithTimeout(context.Background(), closeWithin)
+		defer cancel()
+		s.closed = errors.Join(p.zyg.Close(ctx), s.release(), p.image.Close(), p.worker.Close())
+	})
+	return s.closed
 }
 
 // release kills what is in the sandbox's groups and closes descriptors. Until PID 1 is dead the zygote reaps.
@@ -283,12 +302,6 @@ func (s *Sandbox) release() error {
 			continue
 		}
 		err = errors.Join(err, cgroup.Dir(d).Kill(), cgroup.Dir(d).WaitEmpty(ctx))
-	}
-	if d := c.GetTracking(); d != "" && err == nil {
-		err = cgroup.Dir(filepath.Join(d, "init")).Remove(ctx)
-		if errors.Is(err, os.ErrNotExist) {
-			err = nil
-		}
 	}
 	for _, f := range []*os.File{s.initFd, s.Root, s.Devpts} {
 		if f != nil {

@@ -17,26 +17,36 @@ import (
 // overlay mounts the sandbox's root file system, detached: lowers (uppermost first) and the writable
 // layer, all mapped to the sandbox's IDs. Every directory is passed by a descriptor of a detached clone, so that the
 // mount's options show no path of the node: only "/" for a layer, and the names of upper and work.
-func overlay(lowers []string, upper, work string, userns *os.File, idBase int) (_ *os.File, err error) {
-	if filepath.Dir(upper) != filepath.Dir(work) {
-		return nil, errs.E(errs.Internal, "upper %s and work %s have no common parent", upper, work)
-	}
+//
+// The caller calls release when the start is over, even after an error: closing a detached mount waits for an RCU grace period.
+func overlay(lowers []string, upper, work string, userns *os.File, idBase int) (_ *os.File, release func(), err error) {
 	var opened []int
-	defer func() {
+	release = func() {
 		for _, fd := range opened {
 			_ = unix.Close(fd)
 		}
-	}()
+	}
+	m, err := mountOverlay(lowers, upper, work, userns, idBase, &opened)
+	if err != nil {
+		return nil, release, err
+	}
+	return os.NewFile(uintptr(m), "overlay"), release, nil
+}
+
+func mountOverlay(lowers []string, upper, work string, userns *os.File, idBase int, opened *[]int) (int, error) {
+	if filepath.Dir(upper) != filepath.Dir(work) {
+		return -1, errs.E(errs.Internal, "upper %s and work %s have no common parent", upper, work)
+	}
 	keep := func(fd int, err error) (int, error) {
 		if err == nil {
-			opened = append(opened, fd)
+			*opened = append(*opened, fd)
 		}
 		return fd, err
 	}
 
 	fs, err := keep(unix.Fsopen("overlay", unix.FSOPEN_CLOEXEC))
 	if err != nil {
-		return nil, errs.E(errs.Unsupported, "this kernel has no overlayfs: %w", err).WithHint("load the module overlay")
+		return -1, errs.E(errs.Unsupported, "this kernel has no overlayfs: %w", err).WithHint("load the module overlay")
 	}
 	set := func(key string, fd int, name string) error {
 		if err := unix.FsconfigSetFd(fs, key, fd); err != nil {
@@ -47,41 +57,41 @@ func overlay(lowers []string, upper, work string, userns *os.File, idBase int) (
 	for _, lower := range lowers {
 		fd, err := keep(idmapped(lower, userns))
 		if err != nil {
-			return nil, err
+			return -1, err
 		}
 		if err := set("lowerdir+", fd, lower); err != nil {
-			return nil, err
+			return -1, err
 		}
 	}
 	writable, err := keep(idmapped(filepath.Dir(upper), userns))
 	if err != nil {
-		return nil, err
+		return -1, err
 	}
 	for _, d := range [][2]string{{"upperdir", upper}, {"workdir", work}} {
 		fd, err := keep(unix.Openat(writable, filepath.Base(d[1]), unix.O_PATH|unix.O_DIRECTORY|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0))
 		if err != nil {
-			return nil, fmt.Errorf("open %s: %w", d[1], err)
+			return -1, fmt.Errorf("open %s: %w", d[1], err)
 		}
 		if err := set(d[0], fd, d[1]); err != nil {
-			return nil, err
+			return -1, err
 		}
 	}
 	for _, o := range confine.OverlayOptions {
 		if err := unix.FsconfigSetString(fs, o.Key, o.Value); err != nil {
-			return nil, overlayError(fs, o.Key, err)
+			return -1, overlayError(fs, o.Key, err)
 		}
 	}
 	if err := unix.FsconfigSetString(fs, "source", "overlay"); err != nil {
-		return nil, overlayError(fs, "source", err)
+		return -1, overlayError(fs, "source", err)
 	}
 	if err := asOwner(idBase, func() error { return unix.FsconfigCreate(fs) }); err != nil {
-		return nil, overlayError(fs, "mount", err)
+		return -1, overlayError(fs, "mount", err)
 	}
 	m, err := unix.Fsmount(fs, unix.FSMOUNT_CLOEXEC, confine.RootAttrs)
 	if err != nil {
-		return nil, overlayError(fs, "mount", err)
+		return -1, overlayError(fs, "mount", err)
 	}
-	return os.NewFile(uintptr(m), "overlay"), nil
+	return m, nil
 }
 
 // idmapped is a detached clone of the mount at dir, mapped to the user namespace's IDs.

@@ -14,7 +14,6 @@ import (
 	"testing"
 	"time"
 
-	"golang.org/x/sys/unix"
 
 	guestv1 "github.com/harena-dev/harena/api/harena/guest/v1"
 	"github.com/harena-dev/harena/internal/cgroup"
@@ -241,4 +240,3 @@ func TestMain(m *testing.M) {
 	os.Exit(code)
 }
 
-var _ = unix.Getpid

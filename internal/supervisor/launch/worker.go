@@ -2,12 +2,10 @@ package launch
 
 import (
 	"context"
-	"fmt"
 	"os"
 
 	"golang.org/x/sys/unix"
 
-	"github.com/harena-dev/harena/internal/cgroup"
 	"github.com/harena-dev/harena/internal/errs"
 	"github.com/harena-dev/harena/internal/supervisor/zygote"
 )
@@ -27,20 +25,18 @@ func (s *Sandbox) StartFileWorker(ctx context.Context, uid, gid uint32, groups [
 		return nil, err
 	}
 	defer group.Close() //nolint:errcheck // a directory
+	tasks, closeTasks, err := openTasks(c.GetFilesV1())
+	defer closeTasks()
+	if err != nil {
+		return nil, err
+	}
 	return s.p.image.Enter(ctx, zygote.Entry{
 		Init: s.initFd, UID: uid, GID: gid, Groups: groups,
 		Program: s.p.worker, Argv: []string{"init", "files"},
 		// One operation at a time: more threads would only cost start-up time.
 		Env:   []string{"GOMAXPROCS=1"},
 		Stdin: req, Stdout: resp, Root: s.Root,
-		Cgroup: group,
-		Started: func(pid int) error {
-			for _, d := range c.GetFilesV1() {
-				if err := cgroup.Dir(d).Attach(pid); err != nil {
-					return fmt.Errorf("put the file worker into its cgroup: %w", err)
-				}
-			}
-			return nil
-		},
+		Cgroup:  group,
+		V1Tasks: tasks,
 	})
 }

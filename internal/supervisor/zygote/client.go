@@ -52,6 +52,7 @@ type Zygote struct {
 	idBase   int // of the joined sandbox
 	joined   bool
 	initPid  int
+	failure  string // of a program whose failure is the zygote's end
 	reason   string // why done is closed
 
 	done   chan struct{} // PID 1 or the zygote ended
@@ -72,6 +73,8 @@ type child struct {
 	step    string
 	// abandoned: the caller gave up before the reply; kill it when it comes.
 	abandoned bool
+	// becomesZygote: the child takes the zygote's place.
+	becomesZygote bool
 
 	// ended is closed when exit is final.
 	ended chan struct{}
@@ -125,7 +128,11 @@ func (i *Image) exec(f0, f1, f2, f3, cgroup *os.File) (*os.Process, *net.UnixCon
 }
 
 // Pid is the zygote's process ID.
-func (z *Zygote) Pid() int { return z.proc.Pid }
+func (z *Zygote) Pid() int {
+	z.mu.Lock()
+	defer z.mu.Unlock()
+	return z.proc.Pid
+}
 
 // Done is closed when PID 1 or the zygote has ended.
 func (z *Zygote) Done() <-chan struct{} { return z.done }
@@ -151,7 +158,10 @@ func (z *Zygote) Close(ctx context.Context) error {
 	case <-z.exited:
 	case <-ctx.Done():
 		// PID 1 dies with it (PR_SET_PDEATHSIG).
-		err = errors.Join(err, ctx.Err(), z.proc.Kill())
+		z.mu.Lock()
+		proc := z.proc
+		z.mu.Unlock()
+		err = errors.Join(err, ctx.Err(), proc.Kill())
 		<-z.exited
 	}
 	return err
@@ -222,7 +232,10 @@ func (z *Zygote) endedError() error {
 
 // send sends a program. The reply comes to the child it returns.
 func (z *Zygote) send(p *Program) (*child, error) {
-	c := &child{z: z, names: p.names(), replied: make(chan struct{}), ended: make(chan struct{})}
+	c := &child{
+		z: z, names: p.names(), becomesZygote: p.Clone&unix.CLONE_PARENT != 0,
+		replied: make(chan struct{}), ended: make(chan struct{}),
+	}
 	z.mu.Lock()
 	if z.reason != "" {
 		z.mu.Unlock()
@@ -320,7 +333,10 @@ func (z *Zygote) read() {
 		}
 	}
 	_ = z.conn.Close()
-	state, werr := z.proc.Wait()
+	z.mu.Lock()
+	proc := z.proc
+	z.mu.Unlock()
+	state, werr := proc.Wait()
 	reason := fmt.Sprintf("the zygote ended: %v", state)
 	if werr != nil {
 		reason = fmt.Sprintf("the zygote is lost: %v", werr)
@@ -330,6 +346,9 @@ func (z *Zygote) read() {
 	}
 	z.mu.Lock()
 	defer z.mu.Unlock()
+	if z.failure != "" {
+		reason += ": " + z.failure
+	}
 	z.end(reason)
 	for _, c := range z.byPid {
 		c.lost = true
@@ -362,17 +381,22 @@ func (z *Zygote) handle(b []byte) {
 	case c == nil:
 	case kind == answerFailed:
 		c.exit.ExecErrno, c.exit.Stage = int(errno), c.stepName(step)
+		if c.becomesZygote {
+			z.failure = (&StepError{c.exit.Stage, syscall.Errno(errno)}).Error()
+		}
 	case kind == answerReply:
 		c.pid, c.inside, c.errno = pid, int(max(value, 0)), syscall.Errno(errno)
 		if errno != 0 {
 			c.step = c.stepName(step)
 		}
-		if pid == 0 {
+		switch {
+		case pid == 0:
 			delete(z.byCookie, cookie)
-		} else {
+		case c.becomesZygote: // not its own child
+		default:
 			z.byPid[pid] = c
 		}
-		if pid != 0 && c.abandoned {
+		if pid != 0 && c.abandoned && !c.becomesZygote {
 			go c.kill()
 		}
 		close(c.replied)

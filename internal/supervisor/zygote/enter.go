@@ -30,8 +30,8 @@ type Entry struct {
 	// Stdin and Stdout become descriptors 0 and 1, Root 3. Descriptor 2 is /dev/null.
 	Stdin, Stdout, Root *os.File
 	Cgroup              *os.File // cgroup2 directory to start in
-	// Started is called with the process's ID before it does anything.
-	Started func(pid int) error
+	// V1Tasks are open tasks files of v1 groups to join.
+	V1Tasks []*os.File
 }
 
 // Enter starts the process, as a child of the caller.
@@ -52,9 +52,6 @@ func (i *Image) Enter(ctx context.Context, e Entry) (_ *os.Process, err error) {
 			_, _ = proc.Wait()
 		}
 	}()
-	if err := e.Started(proc.Pid); err != nil {
-		return nil, err
-	}
 	stop := context.AfterFunc(ctx, func() { _ = conn.Close() })
 	defer stop()
 	p := enterProgram(e)
@@ -84,6 +81,9 @@ func (i *Image) Enter(ctx context.Context, e Entry) (_ *os.Process, err error) {
 // are those that file operations need, for root; and nothing it executes can have more.
 func enterProgram(e Entry) *Program {
 	p := NewProgram()
+	for _, f := range e.V1Tasks {
+		p.Call("cgroup", unix.SYS_WRITE, p.File(f), "0", 1)
+	}
 	p.Call("setns", unix.SYS_SETNS, p.File(e.Init), enterFlags)
 	p.undumpable()
 	for c := range 64 {

@@ -21,6 +21,7 @@ const (
 	opReceive = 0xf000
 	opExec    = 0xf001
 	opReap    = 0xf002
+	opServe   = 0xf003
 
 	// Any stands for every errno in Call.Unless.
 	Any = syscall.Errno(0xffff)

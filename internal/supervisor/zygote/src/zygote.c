@@ -10,8 +10,9 @@
 #include "sys.h"
 
 enum {
-	CONTROL = 4, // SOCK_SEQPACKET to the supervisor
-	PIDNS = 40,  // the sandbox's pid namespace, put there by joinProgram
+	CONTROL = 4,  // SOCK_SEQPACKET to the supervisor
+	SIGNALS = 39, // signalfd of SIGCHLD
+	PIDNS = 40,   // the sandbox's pid namespace, put there by joinProgram
 	MAX_FDS = 16,
 	SLOTS = 64,
 	NO_SLOT = 0xff,
@@ -26,6 +27,7 @@ enum {
 	OP_RECEIVE = 0xf000, // continue with the program that arrives on socket args[0]
 	OP_EXEC = 0xf001,    // execve each of paths args[0] with argv args[1] and envp args[2]
 	OP_REAP = 0xf002,    // be PID 1 for ever
+	OP_SERVE = 0xf003,   // be the zygote in place of the parent, which ends
 };
 
 struct step {
@@ -143,6 +145,8 @@ static __attribute__((noreturn)) void reap(void)
 			SYS4(__NR_rt_sigtimedwait, &chld, 0, 0, sizeof chld);
 }
 
+static __attribute__((noreturn)) void serve(void);
+
 // run returns 0, or a negative errno and the step that failed.
 static long run(struct state *s, uint32_t *failed)
 {
@@ -167,6 +171,9 @@ static long run(struct state *s, uint32_t *failed)
 			break;
 		case OP_REAP:
 			reap();
+		case OP_SERVE:
+			forget(s);
+			serve();
 		default:
 			r = sys6(t->nr, a[0], a[1], a[2], a[3], a[4], a[5]);
 		}
@@ -195,8 +202,8 @@ static __attribute__((noreturn)) void child(struct state *s)
 	quit(r == -ENOENT && s->prog->steps[step].nr == OP_EXEC ? 127 : 126);
 }
 
-// serve runs one program. It returns the new PID 1, or 0.
-static int serve(struct state *s)
+// handle runs one program. It returns the new PID 1, or 0.
+static int handle(struct state *s)
 {
 	struct program *p = s->prog;
 	if (p->clone == 0) {
@@ -205,7 +212,9 @@ static int serve(struct state *s)
 		answer(REPLY, s->req.cookie, step, (int)-r, 0, 0);
 		return 0;
 	}
-	struct clone_args c = { .flags = p->clone, .exit_signal = SIGCHLD_ };
+	struct clone_args c = { .flags = p->clone };
+	if (!(p->clone & CLONE_PARENT)) // which shares the parent's signal
+		c.exit_signal = SIGCHLD_;
 	if (p->cgroup >= 0) {
 		c.flags |= CLONE_INTO_CGROUP;
 		c.cgroup = (uint64_t)s->slot[p->cgroup % SLOTS];
@@ -219,6 +228,8 @@ static int serve(struct state *s)
 	}
 	// The child is not reaped before this returns, so its ID is its own.
 	answer(REPLY, s->req.cookie, 0, 0, (int)pid, SYS3(__NR_ioctl, PIDNS, NS_GET_TGID_IN_PIDNS, pid));
+	if (p->clone & CLONE_PARENT)
+		quit(0);
 	return p->clone & CLONE_NEWPID ? (int)pid : 0;
 }
 
@@ -238,6 +249,46 @@ static int collect(int options)
 	}
 }
 
+// serve handles programs until the supervisor is gone.
+static __attribute__((noreturn)) void serve(void)
+{
+	int init = 0;
+	struct pollfd fds[2] = { { CONTROL, POLLIN, 0 }, { SIGNALS, POLLIN, 0 } };
+	for (;;) {
+		SYS3(__NR_poll, fds, 2, -1);
+		if (fds[1].revents) {
+			struct signalfd_siginfo info;
+			while (SYS3(__NR_read, SIGNALS, &info, sizeof info) > 0)
+				;
+			// PID 1 ends last: the kernel makes it wait for the whole namespace.
+			if (!collect(WNOHANG) && init)
+				quit(0);
+		}
+		if (fds[0].revents) {
+			struct state s;
+			s.req.cookie = 0;
+			s.prog = 0;
+			s.nfds = 0;
+			long r = receive(CONTROL, &s);
+			if (r == 0)
+				break;
+			if (r > 0) {
+				int pid = handle(&s);
+				if (pid)
+					init = pid;
+			} else if (r != -EINTR) {
+				answer(REPLY, s.req.cookie, 0, (int)-r, 0, 0);
+			}
+			forget(&s);
+		}
+	}
+	// With PID 1 goes everything in its namespace.
+	if (init)
+		SYS2(__NR_kill, init, SIGKILL_);
+	collect(0);
+	quit(0);
+}
+
 static __attribute__((noreturn, used)) void zygote(void)
 {
 	// First of all: nothing in a sandbox may ever look into this process or a child of it.
@@ -249,44 +300,11 @@ static __attribute__((noreturn, used)) void zygote(void)
 		SYS4(__NR_rt_sigaction, sig, &dfl, 0, sizeof dfl.mask);
 	uint64_t all = ~0ul, chld = 1ul << (SIGCHLD_ - 1);
 	SYS4(__NR_rt_sigprocmask, SIG_SETMASK_, &all, 0, sizeof all);
-	int sigfd = (int)SYS4(__NR_signalfd4, -1, &chld, sizeof chld, SFD_CLOEXEC | SFD_NONBLOCK);
-	if (sigfd < 0)
+	long fd = SYS4(__NR_signalfd4, -1, &chld, sizeof chld, SFD_CLOEXEC | SFD_NONBLOCK);
+	if (fd < 0 || SYS3(__NR_dup3, fd, SIGNALS, O_CLOEXEC) < 0)
 		quit(1);
-
-	int init = 0;
-	struct pollfd fds[2] = { { CONTROL, POLLIN, 0 }, { sigfd, POLLIN, 0 } };
-	for (;;) {
-		SYS3(__NR_poll, fds, 2, -1);
-		if (fds[1].revents) {
-			struct signalfd_siginfo info;
-			while (SYS3(__NR_read, sigfd, &info, sizeof info) > 0)
-				;
-			// PID 1 ends last: the kernel makes it wait for the whole namespace.
-			if (!collect(WNOHANG) && init)
-				quit(0);
-		}
-		if (fds[0].revents) {
-			struct state s;
-			s.prog = 0;
-			s.nfds = 0;
-			long r = receive(CONTROL, &s);
-			if (r == 0)
-				break;
-			if (r > 0) {
-				int pid = serve(&s);
-				if (pid)
-					init = pid;
-			} else if (r != -EINTR) {
-				answer(REPLY, s.req.cookie, 0, (int)-r, 0, 0);
-			}
-			forget(&s);
-		}
-	}
-	// The supervisor is gone. With PID 1 goes everything in its namespace.
-	if (init)
-		SYS2(__NR_kill, init, SIGKILL_);
-	collect(0);
-	quit(0);
+	SYS1(__NR_close, fd);
+	serve();
 }
 
 __asm__(".globl _start\n"

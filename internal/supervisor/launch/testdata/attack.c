@@ -1,0 +1,158 @@
+// What a hostile process tries inside a sandbox. One line for each attempt: its name, and OK or the errno's name.
+#define _GNU_SOURCE
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/ioctl.h>
+#include <sys/mount.h>
+#include <sys/personality.h>
+#include <sys/ptrace.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/uio.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+static void say(const char *name, long r)
+{
+	printf("%s %s\n", name, r >= 0 ? "OK" : strerrorname_np(errno));
+	fflush(stdout);
+}
+
+static void process(int pid)
+{
+	static const char *files[] = { "mem", "environ", "maps", "smaps", "auxv", "exe", "root/bin", "cwd/.", "fd/0", "fd/4",
+				       "fdinfo/4", "syscall", "stack", "io", "ns/mnt", "ns/user", "map_files", "pagemap", "clear_refs" };
+	char path[128], b[4096];
+	for (unsigned i = 0; i < sizeof files / sizeof *files; i++) {
+		snprintf(path, sizeof path, "/proc/%d/%s", pid, files[i]);
+		int fd = open(path, (strcmp(files[i], "clear_refs") ? O_RDONLY : O_WRONLY) | O_NONBLOCK);
+		long r = fd;
+		// Some check when they are read.
+		if (fd >= 0 && strcmp(files[i], "clear_refs") && strcmp(files[i], "root/bin") && strcmp(files[i], "cwd/.") && strcmp(files[i], "map_files")) {
+			r = pread(fd, b, 64, strcmp(files[i], "mem") ? 0 : 0x400000);
+			if (r == 0) {
+				errno = ENODATA;
+				r = -1;
+			}
+		}
+		say(files[i], r);
+		if (fd >= 0)
+			close(fd);
+	}
+	snprintf(path, sizeof path, "/proc/%d/exe", pid);
+	say("readlink", readlink(path, b, sizeof b));
+	snprintf(path, sizeof path, "/proc/%d/fd", pid);
+	DIR *d = opendir(path);
+	say("list-fds", d ? 0 : -1);
+	// A script whose interpreter is the process's program.
+	int s = open("/tmp/steal", O_WRONLY | O_CREAT | O_TRUNC, 0755);
+	dprintf(s, "#!/proc/%d/exe\n", pid);
+	close(s);
+	pid_t c = fork();
+	if (c == 0) {
+		execl("/tmp/steal", "steal", (char *)0);
+		_exit(errno == EACCES ? 13 : errno == ENOENT ? 2 : 1);
+	}
+	int st;
+	waitpid(c, &st, 0);
+	errno = WIFEXITED(st) ? WEXITSTATUS(st) : 0;
+	say("run-exe", errno ? -1 : 0);
+	int pf = syscall(SYS_pidfd_open, pid, 0);
+	say("pidfd_getfd", syscall(SYS_pidfd_getfd, pf, 0, 0));
+	struct iovec mine = { b, 8 }, theirs = { (void *)0x400000, 8 };
+	say("process_vm_readv", process_vm_readv(pid, &mine, 1, &theirs, 1, 0));
+	say("process_vm_writev", process_vm_writev(pid, &mine, 1, &theirs, 1, 0));
+	say("ptrace-seize", ptrace(PTRACE_SEIZE, pid, 0, 0));
+	say("ptrace-attach", ptrace(PTRACE_ATTACH, pid, 0, 0));
+	say("setns", setns(pf, CLONE_NEWNS));
+}
+
+static long int80(long nr)
+{
+	long r;
+	__asm__ volatile("int $0x80" : "=a"(r) : "a"(nr) : "memory", "r8", "r9", "r10", "r11");
+	if (r < 0 && r > -4096) {
+		errno = (int)-r;
+		return -1;
+	}
+	return r;
+}
+
+static void calls(void)
+{
+	say("unshare-user", unshare(CLONE_NEWUSER));
+	say("unshare-mount", unshare(CLONE_NEWNS));
+	say("clone-user", syscall(SYS_clone, CLONE_NEWUSER | SIGCHLD, 0, 0, 0, 0));
+	say("clone-pid", syscall(SYS_clone, CLONE_NEWPID | SIGCHLD, 0, 0, 0, 0));
+	say("clone3", syscall(SYS_clone3, 0, 0));
+	say("mount", mount("none", "/tmp", "tmpfs", 0, 0));
+	say("umount", umount2("/proc/sys", MNT_DETACH));
+	say("remount", mount(0, "/proc/sys", 0, MS_REMOUNT | MS_BIND, 0));
+	say("fsopen", syscall(SYS_fsopen, "tmpfs", 0));
+	say("open_tree", syscall(SYS_open_tree, AT_FDCWD, "/", 1));
+	say("move_mount", syscall(SYS_move_mount, 0, "", 0, "", 0));
+	say("mount_setattr", syscall(SYS_mount_setattr, AT_FDCWD, "/", 0, 0, 0));
+	say("pivot_root", syscall(SYS_pivot_root, "/", "/"));
+	say("setns", syscall(SYS_setns, 0, 0));
+	say("sethostname", sethostname("x", 1));
+	say("bpf", syscall(SYS_bpf, 0, 0, 0));
+	say("perf_event_open", syscall(SYS_perf_event_open, 0, 0, 0, 0, 0));
+	say("keyctl", syscall(SYS_keyctl, 0, -3, 0));
+	say("add_key", syscall(SYS_add_key, 0, 0, 0, 0, 0));
+	say("io_uring_setup", syscall(SYS_io_uring_setup, 1, 0));
+	say("userfaultfd", syscall(SYS_userfaultfd, 0));
+	say("open_by_handle_at", syscall(SYS_open_by_handle_at, 0, 0, 0));
+	say("kexec_load", syscall(SYS_kexec_load, 0, 0, 0, 0));
+	say("init_module", syscall(SYS_init_module, 0, 0, 0));
+	say("finit_module", syscall(SYS_finit_module, 0, 0, 0));
+	say("syslog", syscall(SYS_syslog, 3, 0, 0));
+	say("swapon", syscall(SYS_swapon, 0, 0));
+	say("reboot", syscall(SYS_reboot, 0, 0, 0, 0));
+	say("quotactl", syscall(SYS_quotactl, 0, 0, 0, 0));
+	say("kcmp", syscall(SYS_kcmp, getpid(), getpid(), 0, 0, 0));
+	say("iopl", syscall(SYS_iopl, 3));
+	say("personality-addr", personality(ADDR_NO_RANDOMIZE));
+	say("personality-read", personality(0xffffffff));
+	say("af-vsock", socket(40, SOCK_STREAM, 0));
+	say("af-packet", socket(AF_PACKET, SOCK_RAW, 0));
+	say("af-alg", socket(38, SOCK_SEQPACKET, 0));
+	say("af-inet-raw", socket(AF_INET, SOCK_RAW, 1));
+	say("af-inet", socket(AF_INET, SOCK_STREAM, 0));
+	say("af-unix", socket(AF_UNIX, SOCK_STREAM, 0));
+	say("netlink-route", socket(AF_NETLINK, SOCK_RAW, 0));
+	say("netlink-audit", socket(AF_NETLINK, SOCK_RAW, 9));
+	say("netlink-netfilter", socket(AF_NETLINK, SOCK_RAW, 12));
+	say("tiocsti", syscall(SYS_ioctl, 0, 0x5412ul, "x"));
+	say("tiocsti-high", syscall(SYS_ioctl, 0, 1ul << 32 | 0x5412, "x"));
+	say("tiocsetd", syscall(SYS_ioctl, 0, 0x5423ul, "x"));
+	say("fitrim", syscall(SYS_ioctl, 0, 0xC0185879ul, 0));
+	say("ext4-move-ext", syscall(SYS_ioctl, 0, 0xC028660Ful, 0));
+	say("btrfs-snap-destroy", syscall(SYS_ioctl, 0, 0x5000940Ful, 0));
+	say("i386", int80(20));
+	say("x32", syscall(0x40000000 + SYS_getpid));
+	say("unknown", syscall(600));
+	say("mknod-disk", mknod("/tmp/disk", S_IFBLK | 0600, 254 << 8));
+	say("mknod-null", mknod("/tmp/null", S_IFCHR | 0666, 1 << 8 | 3));
+	say("mknod-whiteout", mknod("/tmp/wh", S_IFCHR | 0666, 0));
+}
+
+int main(int argc, char **argv)
+{
+	if (argc == 3 && !strcmp(argv[1], "process"))
+		process(atoi(argv[2]));
+	else if (argc == 2 && !strcmp(argv[1], "calls"))
+		calls();
+	else if (argc == 3 && !strcmp(argv[1], "ids")) // a setuid program prints whom it runs as, then waits
+		printf("%d %d\n", getuid(), geteuid());
+	else
+		for (;;) // as "files": a worker that never ends
+			pause();
+	return 0;
+}
