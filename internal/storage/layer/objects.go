@@ -24,7 +24,7 @@ type objects interface {
 	open(d Digest) (object, error)
 	// list calls f for every object.
 	list(ctx context.Context, f func(d Digest, size int64, changed time.Time) error) error
-	// remove makes objects invisible at once; finish, to be called even after an error unless it is nil, frees their space.
+	// remove makes objects invisible at once; finish, to be called even after an error, frees their space.
 	remove(ctx context.Context, ds []Digest) (finish func() error, err error)
 }
 
@@ -91,19 +91,26 @@ func (l *localObjects) list(ctx context.Context, f func(Digest, int64, time.Time
 	})
 }
 
-// remove renames the files into tmp, which is quick whatever their size; finish
-// unlinks them. After a crash in between, the next start empties tmp.
+// remove renames the files into tmp, which is quick whatever their size and needs
+// no space; finish unlinks them. After a crash in between, the next start empties tmp.
 func (l *localObjects) remove(_ context.Context, ds []Digest) (func() error, error) {
-	doomed, err := os.MkdirTemp(l.tmp, "doomed-*")
-	if err != nil {
-		return nil, err
+	var doomed []string
+	finish := func() error {
+		var failures []error
+		for _, d := range doomed {
+			if err := os.Remove(d); err != nil && !errors.Is(err, fs.ErrNotExist) {
+				failures = append(failures, err)
+			}
+		}
+		return errors.Join(failures...)
 	}
-	finish := func() error { return os.RemoveAll(doomed) }
 	for _, d := range ds {
-		err := os.Rename(l.path(d), filepath.Join(doomed, d.Hex()))
+		to := filepath.Join(l.tmp, "doomed-"+d.Hex())
+		err := os.Rename(l.path(d), to)
 		if err != nil && !errors.Is(err, fs.ErrNotExist) {
 			return finish, err
 		}
+		doomed = append(doomed, to)
 	}
 	return finish, nil
 }
