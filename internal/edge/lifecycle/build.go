@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"strings"
+	"sync"
 	"time"
 
 	harenav1 "github.com/harena-dev/harena/api/harena/v1"
@@ -57,7 +58,8 @@ func (e *Edge) make(ctx context.Context, b *box, watch *stopwatch) error {
 	if err != nil {
 		return err
 	}
-	release := e.cfg.Layers.Hold()
+	// Until the layers have an owner.
+	release := sync.OnceFunc(e.cfg.Layers.Hold())
 	defer release()
 	var stack Composition
 	var dirs []string
@@ -85,6 +87,7 @@ func (e *Edge) make(ctx context.Context, b *box, watch *stopwatch) error {
 		{"dirs", func() error { return e.records.makeUpper(b.id) }},
 		{"layers.mount", func() (err error) {
 			dirs, err = e.cfg.Layers.Acquire(ctx, string(b.id), digests(stack.Layers))
+			release()
 			return err
 		}},
 		{"backend.create", func() error {
@@ -178,6 +181,20 @@ func (e *Edge) unmake(b *box, why error) error {
 
 // release ends and gives back everything that a sandbox holds but its directory and its ID range.
 func (e *Edge) release(ctx context.Context, b *box) error {
+	if err := e.destroy(ctx, b); err != nil {
+		return err
+	}
+	if err := e.fault("layers.release"); err != nil {
+		return err
+	}
+	if err := e.cfg.Layers.Release(string(b.id)); err != nil {
+		return fmt.Errorf("release the layers: %w", err)
+	}
+	return nil
+}
+
+// destroy ends what runs of a sandbox. Its layers stay its own: while its files can be read they must not be collected.
+func (e *Edge) destroy(ctx context.Context, b *box) error {
 	be, err := e.backend(b.record().Spec.GetBackend())
 	if err != nil {
 		return err
@@ -189,12 +206,6 @@ func (e *Edge) release(ctx context.Context, b *box) error {
 		return fmt.Errorf("end the sandbox: %w", err)
 	}
 	b.files.Store(false)
-	if err := e.fault("layers.release"); err != nil {
-		return err
-	}
-	if err := e.cfg.Layers.Release(string(b.id)); err != nil {
-		return fmt.Errorf("release the layers: %w", err)
-	}
 	return nil
 }
 
@@ -208,9 +219,12 @@ func (e *Edge) freeRange(base uint32) {
 	e.mu.Unlock()
 }
 
-// forget removes a box that holds nothing but its directory.
+// forget removes a box of which nothing runs.
 func (e *Edge) forget(b *box) error {
 	e.timers.set(b, time.Time{})
+	if err := e.cfg.Layers.Release(string(b.id)); err != nil {
+		return fmt.Errorf("release the layers: %w", err)
+	}
 	b.commitMu.Lock()
 	b.gone = true
 	r := b.record()

@@ -192,7 +192,7 @@ func (c *crash) check() {
 	if err != nil {
 		t.Fatal(err)
 	}
-	running := 0
+	running, failed := 0, 0
 	for _, s := range list.GetSandboxes() {
 		if s.GetState() != "running" {
 			t.Errorf("sandbox %s is %s", s.GetId(), s.GetState())
@@ -215,11 +215,12 @@ func (c *crash) check() {
 		use.Leave()
 	}
 	for id := range c.promised {
+		failed++
 		if s, err := e.Get(id); err != nil || s.GetState() != "failed" {
 			t.Errorf("sandbox %s was promised and is not there: %v, %v", id, s, err)
 		}
 	}
-	if node.Len() != running || w.layers.held() != running {
+	if node.Len() != running || w.layers.held() != running+failed {
 		t.Errorf("%d run, the backend has %d, layers have %d owners", running, node.Len(), w.layers.held())
 	}
 	for _, check := range e.Doctor(t.Context()).GetChecks() {

@@ -49,7 +49,7 @@ func DoctorOffline(ctx context.Context, dir string, backends ...backend.Backend)
 		leaks = append(leaks, backend.Leak{Kind: "directory", Name: filepath.Join("sandboxes", name)})
 	}
 	scan := scanner{info: info, owned: owned, proc: "/proc"}
-	mounts, merr := scan.mounts(recs)
+	mounts, merr := scan.mounts()
 	groups, gerr := scan.cgroups()
 	processes, perr := scan.processes()
 	leaks = append(append(append(leaks, mounts...), groups...), processes...)
@@ -101,19 +101,12 @@ type scanner struct {
 	proc  string
 }
 
-// mounts finds mounts of layers that no living sandbox uses, and mounts below a sandbox that does not live.
-func (s scanner) mounts(recs []*Record) ([]backend.Leak, error) {
+// mounts finds mounts of layers that do not exist, and mounts below a sandbox that does not live. Layers that exist are kept
+// mounted for the next sandbox, also between two servers.
+func (s scanner) mounts() ([]backend.Leak, error) {
 	all, err := datadir.Mounts()
 	if err != nil {
 		return nil, err
-	}
-	used := map[string]bool{}
-	for _, r := range recs {
-		for _, l := range r.Layers {
-			if s.owned[r.ID()] {
-				used[strings.TrimPrefix(l.Digest, "sha256:")] = true
-			}
-		}
 	}
 	var leaks []backend.Leak
 	for _, m := range all {
@@ -127,8 +120,7 @@ func (s scanner) mounts(recs []*Record) ([]backend.Leak, error) {
 		}
 		switch parts[0] {
 		case "mounts":
-			// A running server keeps layers mounted for the next sandbox.
-			if !used[parts[1]] && s.info.ServerPid == "" {
+			if !s.exists(parts[1]) {
 				leaks = append(leaks, backend.Leak{Kind: "mount", Name: rel})
 			}
 		case "sandboxes":
@@ -138,6 +130,15 @@ func (s scanner) mounts(recs []*Record) ([]backend.Leak, error) {
 		}
 	}
 	return leaks, nil
+}
+
+// exists tells whether there is a layer with these hexadecimal digits.
+func (s scanner) exists(digest string) bool {
+	if len(digest) < 2 {
+		return false
+	}
+	_, err := os.Lstat(filepath.Join(s.info.Path, "layers", "manifests", digest[:2], digest+".json"))
+	return err == nil
 }
 
 // cgroups finds groups of sandboxes that do not live, in every hierarchy.

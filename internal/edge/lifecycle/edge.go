@@ -53,7 +53,8 @@ type Composition struct {
 	Config *harenav1.ImageConfig
 }
 
-// Layers is what the life cycle needs of the layer store. An owner is a sandbox ID; a layer stays mounted while it has one.
+// Layers is what the life cycle needs of the layer store. An owner is the ID of a sandbox that runs, or has failed and still
+// has files; a layer that has one is not collected.
 type Layers interface {
 	// Compose finds and orders the layers that a normalised spec names, without effects.
 	Compose(ctx context.Context, project string, spec *harenav1.SandboxSpec) (Composition, error)
@@ -62,7 +63,7 @@ type Layers interface {
 	// Acquire mounts layers, if they are not mounted, for owner, and returns their directories in the same order. On
 	// error owner has none of them.
 	Acquire(ctx context.Context, owner string, digests []string) (dirs []string, err error)
-	// Adopt is Acquire for a sandbox that lived on: the layers are found as they are, and never mounted.
+	// Adopt is Acquire after a restart: owner has the layers again, and nothing is mounted. A later Acquire may mount them.
 	Adopt(owner string, digests []string) (dirs []string, err error)
 	// Release gives up all that owner holds. Idempotent.
 	Release(owner string) error

@@ -82,7 +82,7 @@ func exitReason(status *guestv1.StatusResponse, err error, oom bool) (sandbox.Re
 	return sandbox.ReasonLostSup, "the sandbox's supervisor is gone"
 }
 
-// fail takes a sandbox to failed and releases what it holds; its files stay. b's turn is held.
+// fail takes a sandbox to failed and ends what runs of it; its files stay. b's turn is held.
 func (e *Edge) fail(ctx context.Context, b *box, reason sandbox.Reason, message string, usage backend.Usage) error {
 	err := e.commit(b, true, func(r *Record) error {
 		r.OOMKills, r.PidsHits = max(r.OOMKills, usage.OOMKills), max(r.PidsHits, usage.PidsHits)
@@ -98,12 +98,12 @@ func (e *Edge) fail(ctx context.Context, b *box, reason sandbox.Reason, message 
 	return err
 }
 
-// settle releases what a failed sandbox holds, and its ID range. b's turn is held.
+// settle ends what runs of a failed sandbox, and gives its ID range back. b's turn is held.
 func (e *Edge) settle(ctx context.Context, b *box) error {
 	if err := e.fault("failed"); err != nil {
 		return err
 	}
-	if err := e.release(ctx, b); err != nil {
+	if err := e.destroy(ctx, b); err != nil {
 		return err
 	}
 	base := b.record().Config.IDBase

@@ -59,12 +59,9 @@ func (s records) makeUpper(id sandbox.ID) error {
 		if err := os.Mkdir(path, d.mode); err != nil {
 			return s.fault("make the sandbox's writable layer", err)
 		}
-		// Not subject to the umask.
-		if err := os.Chmod(path, d.mode); err != nil {
-			return s.fault("make the sandbox's writable layer", err)
-		}
 	}
-	return nil
+	// Whatever the umask took from it.
+	return s.fault("make the sandbox's writable layer", os.Chmod(filepath.Join(s.dir(id), "upper", "data"), 0o755))
 }
 
 // load reads all records. Directories without one that can be used are named in odd; those whose record is there but

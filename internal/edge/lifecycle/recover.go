@@ -149,6 +149,11 @@ func (e *Edge) meet(ctx context.Context, b *box, f fate) (fate, error) {
 	if err := e.fault("recover." + string(f)); err != nil {
 		return f, err
 	}
+	if f == rebooted || f == clearUp || f == keep && b.state() == sandbox.Failed {
+		if _, err := e.cfg.Layers.Adopt(string(b.id), digests(b.record().Layers)); err != nil {
+			return f, err
+		}
+	}
 	switch f {
 	case discard:
 		return f, e.unmake(b, errs.E(errs.Internal, "the server ended while it was created"))

@@ -62,29 +62,31 @@ func (t *trash) take(id string) error {
 	return nil
 }
 
-// takeFiles moves everything but the record.
+// takeFiles takes everything but the record.
 func (t *trash) takeFiles(id sandbox.ID) error {
 	dir := t.records.dir(id)
 	entries, err := os.ReadDir(dir)
 	if err != nil {
 		return t.records.fault("remove the sandbox's files", err)
 	}
-	name, err := t.name(string(id))
-	if err != nil {
-		return err
-	}
-	bin := filepath.Join(t.dir, name)
-	if err := os.Mkdir(bin, 0o700); err != nil {
-		return t.records.fault("remove the sandbox's files", err)
-	}
-	defer t.remove(name)
 	for _, e := range entries {
 		if e.Name() == recordName {
 			continue
 		}
-		if err := os.Rename(filepath.Join(dir, e.Name()), filepath.Join(bin, e.Name())); err != nil {
+		if !e.IsDir() {
+			if err := os.Remove(filepath.Join(dir, e.Name())); err != nil && !errors.Is(err, os.ErrNotExist) {
+				return t.records.fault("remove the sandbox's files", err)
+			}
+			continue
+		}
+		name, err := t.name(string(id))
+		if err != nil {
+			return err
+		}
+		if err := os.Rename(filepath.Join(dir, e.Name()), filepath.Join(t.dir, name)); err != nil {
 			return t.records.fault("remove the sandbox's files", err)
 		}
+		t.remove(name)
 	}
 	return nil
 }
