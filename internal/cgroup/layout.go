@@ -40,6 +40,8 @@ type Layout struct {
 	// Bases are cgroup2 directories that could hold ours, best first. Empty:
 	// the node has no writable cgroup2 mount.
 	Bases []string
+	// Options are those of the mounted cgroup2 hierarchy, such as nsdelegate.
+	Options []string
 	// V1 maps a wanted controller to the mount of its v1 hierarchy.
 	V1 map[string]string
 }
@@ -52,7 +54,7 @@ type Layout struct {
 // runs it. The edge's own group is the second choice, for a delegated subtree.
 func parseLayout(mountinfo, self string) Layout {
 	l := Layout{V1: map[string]string{}}
-	var v2 []string
+	var v2 string
 	for line := range strings.Lines(mountinfo) {
 		pre, post, ok := strings.Cut(line, " - ")
 		f, g := strings.Fields(pre), strings.Fields(post)
@@ -62,8 +64,10 @@ func parseLayout(mountinfo, self string) Layout {
 		dir, writable := unescape(f[4]), !slices.Contains(strings.Split(f[5], ","), "ro")
 		switch g[0] {
 		case "cgroup2":
-			if writable {
-				v2 = append(v2, dir)
+			// Several mounts of cgroup2 show one hierarchy; the first is as good as any.
+			if writable && v2 == "" {
+				v2 = dir
+				l.Options = slices.DeleteFunc(strings.Split(strings.TrimSpace(g[2]), ","), func(o string) bool { return o == "rw" || o == "ro" })
 			}
 		case "cgroup":
 			for _, opt := range strings.Split(g[2], ",") {
@@ -73,14 +77,13 @@ func parseLayout(mountinfo, self string) Layout {
 			}
 		}
 	}
-	if len(v2) == 0 {
+	if v2 == "" {
 		return l
 	}
-	// Several mounts of cgroup2 show one hierarchy; the first is as good as any.
-	l.Bases = []string{v2[0]}
+	l.Bases = []string{v2}
 	for line := range strings.Lines(self) {
 		if own, ok := strings.CutPrefix(strings.TrimSuffix(line, "\n"), "0::"); ok && own != "/" && !strings.Contains(own, "..") {
-			l.Bases = append(l.Bases, path.Join(v2[0], own))
+			l.Bases = append(l.Bases, path.Join(v2, own))
 		}
 	}
 	return l

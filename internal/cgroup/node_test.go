@@ -2,10 +2,12 @@ package cgroup
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"os"
 	"os/exec"
 	"runtime"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
@@ -330,8 +332,30 @@ func TestPrivateMount(t *testing.T) {
 			if err := mountPrivate(); err != nil {
 				return err
 			}
-			_, err := osFS{}.read(PrivateMount + "/cgroup.subtree_control")
-			return err
+			if _, err := (osFS{}).read(PrivateMount + "/cgroup.subtree_control"); err != nil {
+				return err
+			}
+			// Whatever options the hierarchy has, they survive.
+			info, err := os.ReadFile("/proc/thread-self/mountinfo")
+			if err != nil {
+				return err
+			}
+			before := parseLayout(string(info), "").Options
+			if err := favorMoves(PrivateMount, before); errors.Is(err, unix.EINVAL) {
+				return nil // before Linux 6.0
+			} else if err != nil {
+				return err
+			}
+			if info, err = os.ReadFile("/proc/thread-self/mountinfo"); err != nil {
+				return err
+			}
+			after := parseLayout(string(info), "").Options
+			for _, o := range append(before, "favordynmods") {
+				if !slices.Contains(after, o) {
+					return fmt.Errorf("option %s is missing in %v", o, after)
+				}
+			}
+			return nil
 		}()
 	}()
 	if err := <-done; err != nil {

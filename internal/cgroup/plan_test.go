@@ -26,9 +26,9 @@ func TestParseLayout(t *testing.T) {
 	}{
 		{"hybrid", hybridInfo, "4:memory:/a\n0::/\n", Layout{Bases: []string{"/sys/fs/cgroup/unified"}, V1: v1}},
 		{"v2 service", v2Info, "0::/system.slice/harena.service\n",
-			Layout{Bases: []string{"/sys/fs/cgroup", "/sys/fs/cgroup/system.slice/harena.service"}, V1: map[string]string{}}},
-		{"v2 container", v2Info, "0::/\n", Layout{Bases: []string{"/sys/fs/cgroup"}, V1: map[string]string{}}},
-		{"outside the cgroup namespace", v2Info, "0::/../other\n", Layout{Bases: []string{"/sys/fs/cgroup"}, V1: map[string]string{}}},
+			Layout{Bases: []string{"/sys/fs/cgroup", "/sys/fs/cgroup/system.slice/harena.service"}, Options: []string{"nsdelegate"}, V1: map[string]string{}}},
+		{"v2 container", v2Info, "0::/\n", Layout{Bases: []string{"/sys/fs/cgroup"}, Options: []string{"nsdelegate"}, V1: map[string]string{}}},
+		{"outside the cgroup namespace", v2Info, "0::/../other\n", Layout{Bases: []string{"/sys/fs/cgroup"}, Options: []string{"nsdelegate"}, V1: map[string]string{}}},
 		{"v1 only", strings.Replace(hybridInfo, "cgroup2 cgroup2", "tmpfs tmpfs", 1), "4:memory:/\n", Layout{V1: v1}},
 		{"read-only mounts do not count", strings.ReplaceAll(hybridInfo, " rw,", " ro,"), "0::/\n", Layout{V1: map[string]string{}}},
 		{"escaped name", `30 23 0:26 / /sys/fs/c\040g rw - cgroup2 cgroup2 rw` + "\n", "0::/\n", Layout{Bases: []string{"/sys/fs/c g"}, V1: map[string]string{}}},
@@ -37,7 +37,11 @@ func TestParseLayout(t *testing.T) {
 	}
 	for _, test := range tests {
 		t.Run(test.name, func(t *testing.T) {
-			if got := parseLayout(test.mountinfo, test.self); !reflect.DeepEqual(got, test.want) {
+			got := parseLayout(test.mountinfo, test.self)
+			if len(got.Options) == 0 {
+				got.Options = nil
+			}
+			if !reflect.DeepEqual(got, test.want) {
 				t.Errorf("got %+v, want %+v", got, test.want)
 			}
 		})

@@ -157,6 +157,7 @@ func start(c Config, prepared Prepared, l *guestv1.Launch) (_ *supervisor, err e
 		}
 	}()
 
+	entered := time.Now()
 	sb, err := prepared.Launch(ctx, l)
 	if err != nil {
 		return nil, errors.Join(err, prepared.Close())
@@ -182,7 +183,8 @@ func start(c Config, prepared Prepared, l *guestv1.Launch) (_ *supervisor, err e
 		InitPid:   int64(sb.InitPid()),
 		ZygotePid: int64(sb.ZygotePid()),
 		Timings: append(sb.Timings(),
-			&harenav1.Timing{Step: "supervisor.launch", Micros: launched.Sub(began).Microseconds()},
+			&harenav1.Timing{Step: "supervisor.enter", Micros: entered.Sub(began).Microseconds()},
+			&harenav1.Timing{Step: "supervisor.launch", Micros: launched.Sub(entered).Microseconds()},
 			&harenav1.Timing{Step: "supervisor.services", Micros: time.Since(launched).Microseconds()}),
 	})
 	if err != nil {
