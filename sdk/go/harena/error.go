@@ -135,9 +135,10 @@ func lastPart(s string) string {
 // making or keeping the connection, so that the call may be made again.
 func unreachable(err error) bool {
 	switch connect.CodeOf(err) {
-	case connect.CodeUnavailable, connect.CodeUnknown, connect.CodeInternal, connect.CodeInvalidArgument:
+	case connect.CodeUnavailable, connect.CodeUnknown, connect.CodeInternal, connect.CodeInvalidArgument, connect.CodeCanceled:
 		// What net/http reports when a connection breaks in the middle ends up under
-		// any of these codes, depending on where in a message it broke.
+		// any of these codes, depending on where in a message it broke. Callers ask
+		// about their own context first.
 		return true
 	}
 	return false
@@ -149,7 +150,11 @@ func plainError(res *http.Response) error {
 	var wire struct {
 		Code    string `json:"code"`
 		Message string `json:"message"`
-		Details []struct {
+		// The short form, without Connect's details.
+		Kind     string `json:"kind"`
+		Resource string `json:"resource"`
+		Hint     string `json:"hint"`
+		Details  []struct {
 			Type  string `json:"type"`
 			Value string `json:"value"`
 		} `json:"details"`
@@ -163,6 +168,9 @@ func plainError(res *http.Response) error {
 		if err == nil && strings.HasSuffix(d.Type, string(detail.ProtoReflect().Descriptor().FullName())) && proto.Unmarshal(raw, detail) == nil {
 			return fromDetail(detail, wire.Message)
 		}
+	}
+	if wire.Kind != "" {
+		return &Error{Kind: Kind(wire.Kind), Message: wire.Message, Resource: wire.Resource, Hint: wire.Hint}
 	}
 	kind := KindInternal
 	var code connect.Code
