@@ -162,6 +162,12 @@ func (db *database) memberships(u User) []uint32 {
 	return gids
 }
 
+// allNumbers reports whether spec is "uid:gid".
+func allNumbers(spec string) bool {
+	who, grp, ok := strings.Cut(spec, ":")
+	return ok && who != "" && grp != "" && strings.Trim(who+grp, "0123456789") == ""
+}
+
 // number reads digits as an ID; false when s is a name.
 func number(s string) (id uint32, numeric bool, err error) {
 	if strings.Trim(s, "0123456789") != "" {

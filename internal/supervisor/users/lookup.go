@@ -49,6 +49,10 @@ func (l *Lookup) Resolve(ctx context.Context, user string) (User, error) {
 		user = "0"
 	}
 	db, err := l.database(ctx)
+	if errs.Is(err, errs.Invalid) && allNumbers(user) {
+		// Whoever writes nonsense into /etc inside cannot lock the operator out.
+		db, err = &database{}, nil
+	}
 	if err != nil {
 		return User{}, err
 	}
