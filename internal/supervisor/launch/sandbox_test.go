@@ -14,7 +14,6 @@ import (
 	"testing"
 	"time"
 
-
 	guestv1 "github.com/harena-dev/harena/api/harena/guest/v1"
 	"github.com/harena-dev/harena/internal/cgroup"
 	"github.com/harena-dev/harena/internal/supervisor/launch"
@@ -239,4 +238,3 @@ func TestMain(m *testing.M) {
 	}
 	os.Exit(code)
 }
-

@@ -89,7 +89,7 @@ func (i *Image) Start() (*Zygote, error) {
 		return nil, err
 	}
 	defer null.Close() //nolint:errcheck // a duplicate of nothing
-	proc, conn, err := i.exec(null, null, null, nil, nil)
+	proc, conn, err := i.exec([]*os.File{null, null, null, nil}, &syscall.SysProcAttr{})
 	if err != nil {
 		return nil, err
 	}
@@ -103,28 +103,65 @@ func (i *Image) Start() (*Zygote, error) {
 }
 
 // exec starts the image with files as 0 to 3; the control socket is 4.
-func (i *Image) exec(f0, f1, f2, f3, cgroup *os.File) (*os.Process, *net.UnixConn, error) {
+func (i *Image) exec(files []*os.File, sys *syscall.SysProcAttr) (*os.Process, *net.UnixConn, error) {
+	conn, theirs, err := socketpair("control")
+	if err != nil {
+		return nil, nil, err
+	}
+	defer theirs.Close() //nolint:errcheck // the child has it
+	sys.Setsid = true
+	proc, err := os.StartProcess(fmt.Sprintf("/proc/self/fd/%d", i.f.Fd()), []string{"init"},
+		&os.ProcAttr{Dir: "/", Env: []string{}, Files: append(files, theirs), Sys: sys})
+	if err != nil {
+		_ = conn.Close()
+		return nil, nil, fmt.Errorf("start zygote: %w", err)
+	}
+	return proc, conn, nil
+}
+
+// socketpair is a pair of connected sockets that keep messages apart.
+func socketpair(name string) (*net.UnixConn, *os.File, error) {
 	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
 		return nil, nil, os.NewSyscallError("socketpair", err)
 	}
-	ours, theirs := os.NewFile(uintptr(fds[0]), "control"), os.NewFile(uintptr(fds[1]), "control")
-	defer ours.Close()   //nolint:errcheck // FileConn duplicates it
-	defer theirs.Close() //nolint:errcheck // the child has it
+	ours, theirs := os.NewFile(uintptr(fds[0]), name), os.NewFile(uintptr(fds[1]), name)
+	defer ours.Close() //nolint:errcheck // FileConn duplicates it
 	c, err := net.FileConn(ours)
 	if err != nil {
-		return nil, nil, fmt.Errorf("control socket: %w", err)
+		_ = theirs.Close()
+		return nil, nil, fmt.Errorf("%s socket: %w", name, err)
 	}
-	attr := &os.ProcAttr{Dir: "/", Env: []string{}, Files: []*os.File{f0, f1, f2, f3, theirs}, Sys: &syscall.SysProcAttr{Setsid: true}}
-	if cgroup != nil {
-		attr.Sys.UseCgroupFD, attr.Sys.CgroupFD = true, int(cgroup.Fd())
-	}
-	proc, err := os.StartProcess(fmt.Sprintf("/proc/self/fd/%d", i.f.Fd()), []string{"init"}, attr)
+	return c.(*net.UnixConn), theirs, nil
+}
+
+// UserNamespace makes a user namespace with size host IDs from base, for as long as release is not called.
+func (i *Image) UserNamespace(base, size int) (_ *os.File, release func(), err error) {
+	null, err := os.OpenFile("/dev/null", os.O_RDWR, 0)
 	if err != nil {
-		_ = c.Close()
-		return nil, nil, fmt.Errorf("start zygote: %w", err)
+		return nil, nil, err
 	}
-	return proc, c.(*net.UnixConn), nil
+	defer null.Close() //nolint:errcheck // a duplicate of nothing
+	ids := []syscall.SysProcIDMap{{HostID: base, Size: size}}
+	proc, conn, err := i.exec([]*os.File{null, null, null, nil},
+		&syscall.SysProcAttr{Cloneflags: unix.CLONE_NEWUSER, UidMappings: ids, GidMappings: ids})
+	if err != nil {
+		return nil, nil, err
+	}
+	end := func() {
+		_ = conn.Close()
+		_ = proc.Kill()
+		_, _ = proc.Wait()
+	}
+	f, err := os.Open(fmt.Sprintf("/proc/%d/ns/user", proc.Pid))
+	if err != nil {
+		end()
+		return nil, nil, err
+	}
+	return f, func() {
+		_ = f.Close()
+		end()
+	}, nil
 }
 
 // Pid is the zygote's process ID.

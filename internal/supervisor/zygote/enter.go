@@ -41,7 +41,8 @@ func (i *Image) Enter(ctx context.Context, e Entry) (_ *os.Process, err error) {
 		return nil, err
 	}
 	defer null.Close() //nolint:errcheck // a duplicate of nothing
-	proc, conn, err := i.exec(e.Stdin, e.Stdout, null, e.Root, e.Cgroup)
+	proc, conn, err := i.exec([]*os.File{e.Stdin, e.Stdout, null, e.Root},
+		&syscall.SysProcAttr{UseCgroupFD: true, CgroupFD: int(e.Cgroup.Fd())})
 	if err != nil {
 		return nil, err
 	}

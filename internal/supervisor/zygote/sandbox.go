@@ -71,17 +71,11 @@ type Init struct {
 
 // ForkInit forks PID 1 into a cgroup2 directory.
 func (z *Zygote) ForkInit(ctx context.Context, cgroup *os.File) (*Init, error) {
-	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC, 0)
+	conn, theirs, err := socketpair("init")
 	if err != nil {
-		return nil, os.NewSyscallError("socketpair", err)
+		return nil, err
 	}
-	ours, theirs := os.NewFile(uintptr(fds[0]), "init"), os.NewFile(uintptr(fds[1]), "init")
-	defer ours.Close()   //nolint:errcheck // FileConn duplicates it
 	defer theirs.Close() //nolint:errcheck // PID 1 has it
-	conn, err := net.FileConn(ours)
-	if err != nil {
-		return nil, fmt.Errorf("socket of PID 1: %w", err)
-	}
 	p := NewProgram()
 	p.Clone = cloneInit
 	p.IntoCgroup(p.File(cgroup))
@@ -96,7 +90,7 @@ func (z *Zygote) ForkInit(ctx context.Context, cgroup *os.File) (*Init, error) {
 	z.mu.Lock()
 	z.initPid = c.pid
 	z.mu.Unlock()
-	return &Init{c, conn.(*net.UnixConn)}, nil
+	return &Init{c, conn}, nil
 }
 
 // Pid is PID 1's process ID outside.
