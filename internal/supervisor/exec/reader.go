@@ -102,8 +102,10 @@ func (c *command) dropStalled(st *stream) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	since := time.Now().Add(-c.s.cfg.Limits.Stall)
+	// The window moves with the first reader that is dropped; who has all of it waits for the command.
+	start := st.win.start
 	for r := range c.readers {
-		if r.pos[st.i] <= st.win.start && r.took.Before(since) {
+		if r.pos[st.i] <= start && r.took.Before(since) {
 			r.dropped = true
 			c.detach(r)
 		}

@@ -1,0 +1,127 @@
+package exec
+
+import (
+	"context"
+	"os"
+	"path/filepath"
+	"sync"
+	"testing"
+
+	harenav1 "github.com/harena-dev/harena/api/harena/v1"
+	"github.com/harena-dev/harena/internal/errs"
+)
+
+func op(id, text string) *harenav1.Command { return &harenav1.Command{Shell: text, OpId: id} }
+
+func TestOperationRunsOnce(t *testing.T) {
+	r := newRig(t, nil)
+	file := filepath.Join(t.TempDir(), "count")
+	cmd := op("op", "echo x >> "+file+"; sleep 0.1; echo out; echo err >&2; exit 3")
+	var wg sync.WaitGroup
+	all := make([]*outcome, 4)
+	for i := range all {
+		wg.Go(func() { all[i] = r.run(cmd) })
+	}
+	wg.Wait()
+	all = append(all, r.run(cmd)) // when it has ended
+	fresh := 0
+	for _, o := range all {
+		if string(o.stdout) != "out\n" || string(o.stderr) != "err\n" || o.result.GetExitCode() != 3 || o.id != all[0].id {
+			t.Errorf("got %s: %q, %q, %v", o.id, o.stdout, o.stderr, o.result)
+		}
+		if !o.attached {
+			fresh++
+		}
+	}
+	if b, _ := os.ReadFile(file); string(b) != "x\n" || fresh != 1 {
+		t.Errorf("it ran %d times, %d callers were first", len(b)/2, fresh)
+	}
+	_, err := r.tryRun(context.Background(), op("op", "echo other"))
+	wantKind(t, err, errs.Exists, `op_id "op"`)
+}
+
+// restart replaces the service by a new one on the same records, as when the
+// supervisor died: nothing of it is closed in order.
+func (r *rig) restart() {
+	r.t.Helper()
+	old := r.s
+	r.server.Close()
+	r.trans.CloseIdleConnections()
+	r.t.Cleanup(func() {
+		if err := old.Close(); err != nil {
+			r.t.Error(err)
+		}
+	})
+	r.start()
+}
+
+func TestOperationAfterTheSupervisorDied(t *testing.T) {
+	r := newRig(t, nil)
+	done := op("done", "echo out; head -c 100000 /dev/zero >&2; exit 3")
+	first := r.run(done)
+	plain := r.shell("echo no operation")
+	half := op("half", "echo started; sleep 100")
+	id := r.begin(half)
+	eventually(t, "it runs", func() bool { return r.info(id).GetPid() != 0 })
+
+	// It died while it wrote, too: half a file is not an operation.
+	if err := os.WriteFile(r.s.journal.file("torn")+".tmp", []byte("{"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	r.restart()
+	o := r.run(done)
+	if !o.attached || o.id != first.id || string(o.stdout) != "out\n" || len(o.stderr) != 100000 || o.result.GetExitCode() != 3 {
+		t.Errorf("got %v, %q, %d bytes", o.result, o.stdout, len(o.stderr))
+	}
+	if c := r.connect(first.id); string(c.stdout) != "out\n" {
+		t.Errorf("got %q", c.stdout)
+	}
+	_, err := r.tryRun(context.Background(), half)
+	wantKind(t, err, errs.Precondition, "indeterminate")
+	_, err = r.tryRun(context.Background(), op("done", "echo other"))
+	wantKind(t, err, errs.Exists, "done")
+	// No ID is given twice.
+	for _, o := range []*outcome{r.shell("true"), r.run(op("torn", "echo again"))} {
+		if o.id == first.id || o.id == plain.id || o.id == id {
+			t.Errorf("%s was given twice", o.id)
+		}
+	}
+	_, err = r.send(&harenav1.SendInputRequest{CommandId: first.id, Data: []byte("x")})
+	wantKind(t, err, errs.Precondition, "ended")
+	wantKind(t, r.signal(first.id, "", true), errs.Precondition, "ended")
+}
+
+func TestOperationBeyondTheHistory(t *testing.T) {
+	r := newRig(t, func(c *Config) { c.Limits.Ended = 3; c.Limits.Ops = 2 })
+	cmd := op("old", "echo out; exit 3")
+	first := r.run(cmd)
+	for range 5 {
+		r.shell("true")
+	}
+	eventually(t, "it is forgotten", func() bool { return r.info(first.id) == nil })
+	o := r.run(cmd)
+	if !o.attached || o.id != first.id || o.result.GetExitCode() != 3 || o.gaps["stdout"] != 4 {
+		t.Errorf("got %v, gaps %v", o.result, o.gaps)
+	}
+	r.run(op("second", "true"))
+	_, err := r.tryRun(context.Background(), op("third", "true"))
+	wantKind(t, err, errs.Quota, "limited to 2, asked 3")
+}
+
+// What cannot be recorded is not started.
+func TestOperationThatCannotBeRecorded(t *testing.T) {
+	r := newRig(t, nil)
+	if err := os.MkdirAll(r.cfg.RecordDir, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(filepath.Join(r.cfg.RecordDir, "ops"), nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	file := filepath.Join(t.TempDir(), "ran")
+	if _, err := r.tryRun(context.Background(), op("op", "touch "+file)); err == nil {
+		t.Error("it was started")
+	}
+	if _, err := os.Stat(file); err == nil {
+		t.Error("it ran")
+	}
+}
