@@ -157,6 +157,10 @@ func TestReadOnlyDisk(t *testing.T) {
 	dir := tmpfs(t, "8m")
 	s := openStore(t, dir)
 	importFiles(t, s, "kept", Base, entry{"f", "kept", 0})
+	importFiles(t, s, "gone", Base, entry{"f", "gone", 0})
+	if _, err := s.Remove("", "gone"); err != nil {
+		t.Fatal(err)
+	}
 	if err := unix.Mount("", dir, "", unix.MS_REMOUNT|unix.MS_RDONLY, ""); err != nil {
 		t.Fatal(err)
 	}

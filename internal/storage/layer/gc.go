@@ -96,6 +96,7 @@ func (s *Store) unlinkGarbage(ctx context.Context, inUse func() map[Digest]bool)
 	}
 	// Manifests go first, so that a crash leaves objects without a layer, never a layer without objects.
 	s.forget(plan.Layers)
+	defer s.index.forgetUses()
 	for _, d := range plan.Layers {
 		if err := os.Remove(s.manifestPath(d)); err != nil && !errors.Is(err, fs.ErrNotExist) {
 			return nil, nil, err

@@ -163,24 +163,26 @@ func (s *Store) publish(ctx context.Context, ref Ref, m Manifest, meta, blob str
 	}
 	d := digestOf(b)
 	defer s.Hold()()
-	l, err := s.Load(d)
-	existed := err == nil
-	if !existed {
-		if !errs.Is(err, errs.NotFound) {
-			return Layer{}, false, err
+	existed := true
+	err = s.index.addManifest(&m, func() (bool, error) {
+		if _, err := s.Load(d); !errs.Is(err, errs.NotFound) {
+			return false, err
 		}
+		existed = false
 		if err := s.objects.put(ctx, m.Meta.Digest, meta); err != nil {
-			return Layer{}, false, err
+			return false, err
 		}
 		if err := s.objects.put(ctx, m.Blob.Digest, blob); err != nil {
-			return Layer{}, false, err
+			return false, err
 		}
-		if err := writeFile(s.tmp(), s.manifestPath(d), b); err != nil {
-			return Layer{}, false, err
-		}
-		if l, err = s.Load(d); err != nil {
-			return Layer{}, false, err
-		}
+		return true, writeFile(s.tmp(), s.manifestPath(d), b)
+	})
+	if err != nil {
+		return Layer{}, false, err
+	}
+	l, err := s.Load(d)
+	if err != nil {
+		return Layer{}, false, err
 	}
 	return l, existed, s.writeTag(ref, d)
 }

@@ -33,6 +33,8 @@ type Store struct {
 	mu        sync.Mutex
 	manifests map[Digest]Layer
 
+	index index
+
 	// bootstrap has room for one: debootstrap's package cache is not made for two users at once.
 	bootstrap chan struct{}
 }
@@ -59,6 +61,7 @@ func Open(dataDir string, limits Limits) (*Store, error) {
 		dir: dir, cache: filepath.Join(dataDir, "cache"), mounts: filepath.Join(dataDir, "mounts"), limits: limits,
 		objects:   &localObjects{dir: filepath.Join(dir, "objects"), tmp: filepath.Join(dir, "tmp")},
 		manifests: make(map[Digest]Layer),
+		index:     index{names: make(map[string]map[string]Digest)},
 		bootstrap: make(chan struct{}, 1),
 	}
 	for _, d := range []string{"manifests", "objects", "tags", "tmp"} {
@@ -228,18 +231,6 @@ func (s *Store) Compose(project, image, workspace string, toolkits []string) (Co
 func (s *Store) named(project, ref string) (Named, error) {
 	l, err := s.Resolve(project, ref)
 	return Named{Name: ref, Layer: l}, err
-}
-
-// ObjectUses counts the layers that name each object; one that several name is
-// stored once.
-func (s *Store) ObjectUses(ctx context.Context) (map[Digest]int, error) {
-	uses := make(map[Digest]int)
-	err := s.eachManifest(ctx, func(l Layer) error {
-		uses[l.Meta.Digest]++
-		uses[l.Blob.Digest]++
-		return nil
-	})
-	return uses, err
 }
 
 // eachManifest reads every manifest of the store.

@@ -264,6 +264,22 @@ func TestTagsAndListing(t *testing.T) {
 		t.Errorf("bases %v %v %v", page, more, err)
 	}
 
+	// What is kept in memory for listings must be what a store that reads the disk lists.
+	if _, err := s.Tag("", "a:1", "late"); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := s.Remove("", "late"); err != nil {
+		t.Fatal(err)
+	}
+	fresh := openStore(t, filepath.Dir(s.dir))
+	for _, d := range []Digest{a.Digest, b.Digest} {
+		kept, err1 := s.NamesOf(ctx, "", d)
+		read, err2 := fresh.NamesOf(ctx, "", d)
+		if err1 != nil || err2 != nil || !slices.Equal(kept, read) || len(kept) == 0 {
+			t.Errorf("names of %s: kept %v, on disk %v, %v, %v", d, kept, read, err1, err2)
+		}
+	}
+
 	if d, err := s.Remove("", "a:1"); err != nil || d != a.Digest {
 		t.Errorf("remove: %v, %v", d, err)
 	}

@@ -53,7 +53,9 @@ func (s *Store) tagsOf(r Ref) []string {
 
 // writeTag points a name at a digest; the caller holds collect.
 func (s *Store) writeTag(r Ref, d Digest) error {
-	return s.diskError(writeFile(s.tmp(), s.tagPath(r), []byte(d+"\n")))
+	return s.diskError(s.index.setTag(r, d, func() error {
+		return writeFile(s.tmp(), s.tagPath(r), []byte(d+"\n"))
+	}))
 }
 
 // Tag points name at the layer that source (a name or digest) means now,
@@ -86,15 +88,17 @@ func (s *Store) Remove(project, name string) (Digest, error) {
 	if err != nil {
 		return "", err
 	}
-	path := s.tagPath(r)
-	if err := os.Remove(path); err != nil {
-		if errors.Is(err, fs.ErrNotExist) {
-			return "", s.noSuchName(r)
+	err = s.index.setTag(r, "", func() error {
+		path := s.tagPath(r)
+		if err := os.Remove(path); err != nil {
+			return err
 		}
-		return "", s.diskError(err)
-	}
-	dir := filepath.Dir(path)
-	if err := syncDir(dir); err != nil {
+		return syncDir(filepath.Dir(path))
+	})
+	switch {
+	case errors.Is(err, fs.ErrNotExist): // another call was first
+		return "", s.noSuchName(r)
+	case err != nil:
 		return "", s.diskError(err)
 	}
 	return d, nil
@@ -153,22 +157,6 @@ func (s *Store) List(ctx context.Context, o ListOptions) (page []Listed, more bo
 func (s *Store) NamesOf(ctx context.Context, project string, d Digest) ([]string, error) {
 	names, err := s.names(ctx, project)
 	return names[d], err
-}
-
-// names reads every name of a project, grouped by what it points at.
-func (s *Store) names(ctx context.Context, project string) (map[Digest][]string, error) {
-	probe, err := ParseRef(project, "any")
-	if err != nil {
-		return nil, err
-	}
-	out := make(map[Digest][]string)
-	err = s.eachTag(ctx, probe.Project, func(r Ref, d Digest) {
-		out[d] = append(out[d], r.String())
-	})
-	for _, n := range out {
-		slices.Sort(n)
-	}
-	return out, err
 }
 
 // eachTag reads every name of a project.
