@@ -25,9 +25,8 @@ type command struct {
 	user   string
 	tag    string
 	opID   string
-	// stays: the record survives the supervisor.
-	begun time.Time // Service's clock
-	clock time.Time // monotonic
+	begun  time.Time // Service's clock
+	clock  time.Time // monotonic
 
 	// Set before ready is closed.
 	startErr error
@@ -186,7 +185,7 @@ func (c *command) awaitOutput() bool {
 		// A child that goes on printing must not hold the result, so no more than a pipe's worth.
 		st.cut = st.total + chunkSize + maxPipe
 	}
-	for c.s.ctx.Err() == nil && !(c.streams[0].settled() && c.streams[1].settled()) {
+	for c.s.ctx.Err() == nil && (!c.streams[0].settled() || !c.streams[1].settled()) {
 		changed := c.changes()
 		c.mu.Unlock()
 		select {
@@ -195,7 +194,7 @@ func (c *command) awaitOutput() bool {
 		}
 		c.mu.Lock()
 	}
-	return !(c.streams[0].eof && c.streams[1].eof)
+	return !c.streams[0].eof || !c.streams[1].eof
 }
 
 func (c *command) makeResult(exit zygote.Exit, ended time.Time, detached bool) *harenav1.Result {

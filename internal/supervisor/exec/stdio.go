@@ -1,6 +1,7 @@
 package exec
 
 import (
+	"errors"
 	"fmt"
 	"os"
 
@@ -84,7 +85,7 @@ func (s *Service) pipe(uid, gid uint32, keepRead bool) (r, w *os.File, err error
 }
 
 func noDescriptors(what string, err error) error {
-	if err == unix.EMFILE || err == unix.ENFILE {
+	if errors.Is(err, unix.EMFILE) || errors.Is(err, unix.ENFILE) {
 		return errs.E(errs.Capacity, "%s: %w", what, err).WithHint("end commands that are not needed any more")
 	}
 	return fmt.Errorf("%s: %w", what, err)
@@ -107,7 +108,7 @@ func (s *Service) terminal(uid uint32, pty *harenav1.Pty) (*stdio, error) {
 		Flags:   unix.O_RDWR | unix.O_NOCTTY | unix.O_CLOEXEC | unix.O_NONBLOCK,
 		Resolve: unix.RESOLVE_NO_XDEV | unix.RESOLVE_NO_SYMLINKS | unix.RESOLVE_BENEATH,
 	})
-	if err == unix.ENOSPC || err == unix.EMFILE || err == unix.ENFILE {
+	if errors.Is(err, unix.ENOSPC) || errors.Is(err, unix.EMFILE) || errors.Is(err, unix.ENFILE) { // ENOSPC: every terminal that the mount allows is in use
 		return nil, errs.E(errs.Capacity, "open a terminal: %w", err).WithHint("end commands that are not needed any more")
 	}
 	if err != nil {

@@ -114,7 +114,7 @@ func (st *stream) read(raw syscall.RawConn) (buf *chunk, n int, err error) {
 			buf = st.c.s.getChunk()
 		}
 		n, err = st.take(int(fd), buf[:])
-		if err != unix.EAGAIN {
+		if !errors.Is(err, unix.EAGAIN) {
 			return true
 		}
 		st.c.s.putChunk(buf)
