@@ -43,13 +43,14 @@ type Edge struct {
 func NewEdge(id sandbox.EdgeID, url string, transport http.RoundTripper) *Edge {
 	// No Timeout: calls end with their caller.
 	c := &http.Client{Transport: transport}
+	plain := connect.WithAcceptCompression("gzip", nil, nil) // answers come as they are
 	return &Edge{
 		id: id, url: url, transport: transport,
-		life:   edgev1connect.NewEdgeServiceClient(c, url),
-		exec:   harenav1connect.NewExecServiceClient(c, url),
-		file:   harenav1connect.NewFileServiceClient(c, url),
-		layer:  harenav1connect.NewLayerServiceClient(c, url),
-		events: harenav1connect.NewEventServiceClient(c, url),
+		life:   edgev1connect.NewEdgeServiceClient(c, url, plain),
+		exec:   harenav1connect.NewExecServiceClient(c, url, plain),
+		file:   harenav1connect.NewFileServiceClient(c, url, plain),
+		layer:  harenav1connect.NewLayerServiceClient(c, url, plain),
+		events: harenav1connect.NewEventServiceClient(c, url, plain),
 	}
 }
 

@@ -1,7 +1,8 @@
 package server
 
 import (
-	"hash/fnv"
+	"crypto/sha256"
+	"encoding/binary"
 	"sort"
 
 	harenav1 "github.com/harena-dev/harena/api/harena/v1"
@@ -18,11 +19,11 @@ type Placement func(spec *harenav1.SandboxSpec, edges []sandbox.EdgeID, seed str
 // requests that belonged to them move.
 func Spread(_ *harenav1.SandboxSpec, edges []sandbox.EdgeID, seed string) []sandbox.EdgeID {
 	ranked := append([]sandbox.EdgeID(nil), edges...)
-	weight := func(id sandbox.EdgeID) uint64 {
-		h := fnv.New64a()
-		_, _ = h.Write([]byte(seed + "\x00" + string(id)))
-		return h.Sum64()
+	weights := make(map[sandbox.EdgeID]uint64, len(edges))
+	for _, id := range edges {
+		sum := sha256.Sum256([]byte(seed + "\x00" + string(id)))
+		weights[id] = binary.BigEndian.Uint64(sum[:])
 	}
-	sort.SliceStable(ranked, func(i, j int) bool { return weight(ranked[i]) > weight(ranked[j]) })
+	sort.SliceStable(ranked, func(i, j int) bool { return weights[ranked[i]] > weights[ranked[j]] })
 	return ranked
 }

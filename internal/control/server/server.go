@@ -13,6 +13,7 @@ import (
 	"crypto/rand"
 	"io"
 	"log/slog"
+	"math"
 	"net/http"
 	"time"
 
@@ -73,6 +74,9 @@ func (s *Server) Handler() http.Handler {
 		connect.WithInterceptors(&gate{s}),
 		connect.WithRecover(s.recovered),
 		connect.WithReadMaxBytes(maxMessage),
+		// Compressed requests are read; answers are never compressed: it would cost more than the network, and a
+		// stream of output that compresses well would escape the windows that hold it back.
+		connect.WithCompressMinBytes(math.MaxInt),
 	}
 	mux := http.NewServeMux()
 	mux.Handle(harenav1connect.NewSandboxServiceHandler(&sandboxService{s: s}, opts...))

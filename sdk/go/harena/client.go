@@ -139,7 +139,8 @@ func newClient(o options) (*Client, error) {
 	base := strings.TrimSuffix(o.url, "/")
 	c := &Client{url: base, token: o.token, project: o.project, patience: o.patience}
 	c.http = &http.Client{Transport: &authorized{o.transport, o.token}}
-	opts := connect.WithInterceptors(&caller{c})
+	// Output is not worth compressing on the way.
+	opts := connect.WithClientOptions(connect.WithInterceptors(&caller{c}), connect.WithAcceptCompression("gzip", nil, nil))
 	c.sandboxes = harenav1connect.NewSandboxServiceClient(c.http, base, opts)
 	c.exec = harenav1connect.NewExecServiceClient(c.http, base, opts)
 	c.file = harenav1connect.NewFileServiceClient(c.http, base, opts)
