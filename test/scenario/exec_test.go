@@ -94,7 +94,6 @@ func TestEnvironmentUserAndDirectory(t *testing.T) {
 	for _, bad := range []*harenav1.Command{
 		{Shell: "true", User: "nobody-of-this-name"},
 		{Shell: "true", User: "ann:no-such-group"},
-		{Shell: "true", Cwd: "/no/such/dir"},
 		{},
 		{Shell: "true", Argv: []string{"true"}},
 		{Shell: "true", Env: map[string]string{"A=B": ""}},
@@ -104,6 +103,9 @@ func TestEnvironmentUserAndDirectory(t *testing.T) {
 		if d := detail(err); d == nil || (d.GetKind() != "invalid" && d.GetKind() != "precondition") {
 			t.Errorf("%v was accepted: %v, %v", bad, out.Result, err)
 		}
+	}
+	if out := b.run(&harenav1.Command{Shell: "true", Cwd: "/no/such/dir"}); out.GetExitCode() != 126 || !strings.Contains(out.GetMessage(), "/no/such/dir") {
+		t.Errorf("a directory that is missing: %v", out.Result)
 	}
 	// sudo, hence setuid, works by default.
 	b.must("echo 'ann ALL=(ALL) NOPASSWD: ALL' > /etc/sudoers.d/ann")

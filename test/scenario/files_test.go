@@ -4,6 +4,7 @@ import (
 	"archive/tar"
 	"bytes"
 	"crypto/sha256"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"io"
@@ -82,7 +83,7 @@ func TestFileOperations(t *testing.T) {
 	if got := b.must("find /w | sort | tr '\\n' ' '"); got != "/w /w/fifo /w/link /w/sub /w/sub/g " {
 		t.Errorf("tree is %q", got)
 	}
-	for path, want := range map[string]string{"/w/none": "not-found", "/w/sub": "invalid", "/w/fifo": "invalid", "/dev/zero": "invalid", "/proc/1/environ": "denied", "/sys/kernel/notes": "denied"} {
+	for path, want := range map[string]string{"/w/none": "not-found", "/w/sub": "precondition", "/w/fifo": "precondition", "/dev/zero": "precondition", "/proc/1/environ": "denied", "/sys/kernel/notes": "denied"} {
 		if _, err := the.files.Read(ctx, connect.NewRequest(&harenav1.ReadRequest{SandboxId: b.id, Path: path})); kind(err) != want {
 			t.Errorf("read %s: %v, want kind %s", path, err, want)
 		}
@@ -133,16 +134,31 @@ func TestLargeFilesStream(t *testing.T) {
 	}
 }
 
-// pattern is an endless stream that differs everywhere.
-type pattern struct{ n uint64 }
+// pattern is an endless stream that differs in every word.
+type pattern struct {
+	n    uint64
+	word [8]byte
+	left int
+}
 
 func (p *pattern) Read(b []byte) (int, error) {
-	for i := range b {
-		x := p.n*0x9e3779b97f4a7c15 + p.n>>7
-		b[i] = byte(x >> 56)
-		p.n++
+	n := 0
+	for ; p.left > 0 && n < len(b); n++ {
+		b[n] = p.word[8-p.left]
+		p.left--
 	}
-	return len(b), nil
+	for ; len(b)-n >= 8; n += 8 {
+		p.n++
+		binary.LittleEndian.PutUint64(b[n:], p.n*0x9e3779b97f4a7c15)
+	}
+	if n < len(b) {
+		p.n++
+		binary.LittleEndian.PutUint64(p.word[:], p.n*0x9e3779b97f4a7c15)
+		p.left = 8
+		m, _ := p.Read(b[n:])
+		n += m
+	}
+	return n, nil
 }
 
 func TestInterruptedUploadLeavesTheOldFile(t *testing.T) {
