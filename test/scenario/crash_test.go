@@ -179,7 +179,7 @@ func TestTerminateLeavesSandboxesRunning(t *testing.T) {
 
 func TestSecondServerOnTheSameDirectory(t *testing.T) {
 	own := needOwn(t)
-	out, err := exec.Command(binary("harena"), "up", "--data", own.dir, "--listen", "127.0.0.1:0").CombinedOutput()
+	out, err := exec.Command(program("harena"), "up", "--data", own.dir, "--listen", "127.0.0.1:0").CombinedOutput()
 	if err == nil || !strings.Contains(string(out), own.dir) {
 		t.Errorf("a second server on one directory: %v, %s", err, out)
 	}
@@ -197,7 +197,7 @@ func TestReadOnlyAndFullDirectories(t *testing.T) {
 	}
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
-	out, err := exec.CommandContext(ctx, binary("harena"), "up", "--data", dir+"/data", "--listen", "127.0.0.1:0").CombinedOutput()
+	out, err := exec.CommandContext(ctx, program("harena"), "up", "--data", dir+"/data", "--listen", "127.0.0.1:0").CombinedOutput()
 	if err == nil || !strings.Contains(string(out), "read-only") || strings.Count(strings.TrimSpace(string(out)), "\n") > 3 {
 		t.Errorf("a read-only directory: %v, %s", err, out)
 	}

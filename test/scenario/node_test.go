@@ -148,7 +148,7 @@ type ownNode struct {
 	log             *os.File
 }
 
-func binary(name string) string {
+func program(name string) string {
 	path, _ := filepath.Abs(filepath.Join("..", "..", "bin", name))
 	return path
 }
@@ -191,7 +191,7 @@ func (o *ownNode) start() error {
 		return err
 	}
 	o.log = log
-	o.cmd = exec.Command(binary("harena"), "up", "--data", o.dir, "--listen", listen)
+	o.cmd = exec.Command(program("harena"), "up", "--data", o.dir, "--listen", listen)
 	o.cmd.Stderr = log
 	// A process group of its own: what a terminal's Ctrl-C would reach is tested separately.
 	o.cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
@@ -251,7 +251,7 @@ func (o *ownNode) kill() {
 
 // remove stops everything and fails when something is left.
 func (o *ownNode) remove() error {
-	out, err := exec.Command(binary("harena"), "down", "--data", o.dir).CombinedOutput()
+	out, err := exec.Command(program("harena"), "down", "--data", o.dir).CombinedOutput()
 	if err != nil {
 		return fmt.Errorf("harena down: %w: %s", err, out)
 	}
