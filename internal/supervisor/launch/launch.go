@@ -120,14 +120,14 @@ func (p *Prepared) Launch(ctx context.Context, l *guestv1.Launch) (_ *Sandbox, e
 		s.timings = append(s.timings, &harenav1.Timing{Step: "launch." + step, Micros: now.Sub(began).Microseconds()})
 		began = now
 	}
-	upper := make(chan error, 1)
-	go func() { upper <- prepareUpper(l.GetUpper(), l.GetLowers(), l.GetHostname()) }()
-	upperDone := false
-	defer func() {
-		if !upperDone {
-			<-upper
-		}
+	upper := make(chan struct{})
+	var upperErr error
+	go func() {
+		defer close(upper)
+		upperErr = prepareUpper(l.GetUpper(), l.GetLowers(), l.GetHostname())
 	}()
+	// Whatever happens, nothing writes there after this returns.
+	defer func() { <-upper }()
 
 	work, err := s.enterCgroups(ctx)
 	if err != nil {
@@ -148,9 +148,8 @@ func (p *Prepared) Launch(ctx context.Context, l *guestv1.Launch) (_ *Sandbox, e
 	defer userns.Close() //nolint:errcheck // a namespace
 	lap("id-maps")
 
-	upperDone = true
-	if err := <-upper; err != nil {
-		return nil, err
+	if <-upper; upperErr != nil {
+		return nil, upperErr
 	}
 	lap("upper")
 	root, releaseMounts, err := overlay(l.GetLowers(), l.GetUpper(), l.GetWork(), userns, base)

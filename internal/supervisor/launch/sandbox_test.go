@@ -30,7 +30,6 @@ type bed struct {
 	groups cgroup.Paths
 	base   uint32
 	launch *guestv1.Launch
-	next   atomic.Int64
 }
 
 type options struct {

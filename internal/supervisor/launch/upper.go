@@ -3,6 +3,7 @@ package launch
 import (
 	"errors"
 	"fmt"
+	"io"
 	"os"
 
 	"golang.org/x/sys/unix"
@@ -37,8 +38,11 @@ func prepareUpper(upper string, lowers []string, hostname string) error {
 		defer d.Close() //nolint:errcheck // read only
 		dirs = append(dirs, d)
 	}
-	names, err := u.Readdirnames(1)
-	fresh := len(names) == 0
+	_, err = u.Readdirnames(1)
+	if err != nil && !errors.Is(err, io.EOF) {
+		return fmt.Errorf("read %s: %w", upper, err)
+	}
+	fresh := err != nil
 	if fresh && len(dirs) > 0 {
 		// The upper's root is what "/" looks like inside.
 		var st unix.Stat_t

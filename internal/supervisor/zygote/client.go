@@ -286,12 +286,11 @@ func (z *Zygote) send(p *Program) (*child, error) {
 		z.mu.Lock()
 		delete(z.byCookie, c.cookie)
 		z.mu.Unlock()
-		select {
-		case <-z.done:
+		if errors.Is(err, unix.EPIPE) || errors.Is(err, unix.ECONNRESET) || errors.Is(err, net.ErrClosed) {
+			<-z.exited // which follows at once
 			return nil, z.endedError()
-		default:
-			return nil, fmt.Errorf("send to zygote: %w", err)
 		}
+		return nil, fmt.Errorf("send to zygote: %w", err)
 	}
 	return c, nil
 }

@@ -7,6 +7,7 @@ import (
 	"os"
 	"strings"
 	"syscall"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -23,6 +24,9 @@ const (
 	maxArgs   = confine.StackLimit/4 - 8192
 	maxGroups = 64
 )
+
+// signalWithin bounds the wait for a zygote that is frozen or throttled with its sandbox.
+const signalWithin = 10 * time.Second
 
 var _ Spawner = (*Zygote)(nil)
 
@@ -178,7 +182,9 @@ func (c *child) signal(pid, sig int) error {
 	p := NewProgram()
 	p.Call("wait", unix.SYS_WAITID, unix.P_PID, c.pid, 0, unix.WEXITED|unix.WNOHANG|unix.WNOWAIT, 0)
 	p.Call("kill", unix.SYS_KILL, pid, sig)
-	return c.z.Run(context.Background(), p)
+	ctx, cancel := context.WithTimeout(context.Background(), signalWithin)
+	defer cancel()
+	return c.z.Run(ctx, p)
 }
 
 func (c *child) kill() { _ = c.signal(c.pid, int(syscall.SIGKILL)) }
