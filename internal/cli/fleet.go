@@ -50,7 +50,7 @@ func (a *app) eventsCommand() *cobra.Command {
 	cmd.Flags().Int64Var(&f.AfterSeq, "after", 0, "only those after this sequence number")
 	cmd.Flags().BoolVarP(&follow, "follow", "f", false, "go on with new ones as they happen; with --json one object a line")
 	cmd.Flags().StringVar(&record, "record", "", "write a record to this file")
-	cmd.AddCommand(laterCommand("verify", "hash-chained logs are not built yet"))
+	cmd.AddCommand(laterCommand("verify", "events verify", "hash-chained logs are not built yet"))
 	return cmd
 }
 

@@ -41,15 +41,15 @@ var later = []struct{ name, reason string }{
 
 func (a *app) addLater(root *cobra.Command) {
 	for _, l := range later {
-		root.AddCommand(laterCommand(l.name, l.reason))
+		root.AddCommand(laterCommand(l.name, l.name, l.reason))
 	}
 }
 
 // laterCommand takes any arguments and refuses.
-func laterCommand(name, reason string) *cobra.Command {
+func laterCommand(name, what, reason string) *cobra.Command {
 	return &cobra.Command{
 		Use: name, Short: "Not supported yet", Hidden: true, DisableFlagParsing: true,
-		RunE: func(*cobra.Command, []string) error { return unsupported(name, reason) },
+		RunE: func(*cobra.Command, []string) error { return unsupported(what, reason) },
 	}
 }
 

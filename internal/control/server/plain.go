@@ -58,6 +58,9 @@ func (s *Server) forward(w http.ResponseWriter, r *http.Request, verb Verb, reso
 		s.writeError(w, r, fmt.Errorf("address of edge %s: %w", edge.id, err))
 		return
 	}
+	// An edge may answer, or refuse, before it has read everything; with HTTP/1 net/http would otherwise take the rest of
+	// the request away from the proxy at that moment. Other versions do it anyway and say that it is not supported.
+	_ = http.NewResponseController(w).EnableFullDuplex()
 	proxy := &httputil.ReverseProxy{
 		Rewrite: func(p *httputil.ProxyRequest) {
 			p.SetURL(target)
