@@ -188,10 +188,8 @@ func scan(r io.Reader, seq int64, visit func(e *harenav1.Event, end int64) bool)
 			}
 		}
 		e := &harenav1.Event{}
-		if err := (protojson.UnmarshalOptions{DiscardUnknown: true}).Unmarshal(bytes.TrimSpace(line), e); err != nil {
-			return nil
-		}
-		if !visit(e, end) {
+		whole := (protojson.UnmarshalOptions{DiscardUnknown: true}).Unmarshal(bytes.TrimSpace(line), e) == nil
+		if !whole || !visit(e, end) {
 			return nil
 		}
 	}

@@ -213,13 +213,13 @@ func TestTrashAfterCrash(t *testing.T) {
 // TestUnreadableRecord: what a loss of power can do to a record must not cost the files, nor the other sandboxes.
 func TestUnreadableRecord(t *testing.T) {
 	w := newWorld(t)
-	e := w.up()
+	w.up()
 	torn, fine := w.create(), w.create()
 	w.down()
 	if err := os.Truncate(filepath.Join(w.path, "sandboxes", torn.GetId(), recordName), 10); err != nil {
 		t.Fatal(err)
 	}
-	e = w.up()
+	e := w.up()
 	if s, err := e.Get(fine.GetId()); err != nil || s.GetState() != "running" {
 		t.Errorf("the other: %v, %v", s, err)
 	}

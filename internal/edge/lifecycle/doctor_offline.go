@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -36,9 +37,9 @@ func DoctorOffline(ctx context.Context, dir string, backends ...backend.Backend)
 	owned := owners(recs, info.Boot)
 	checks := []*harenav1.Check{server}
 	for _, c := range checkDir(info) {
-		// Without sandboxes there is nothing that the mount protects against, as after `harena down`.
-		if c.GetName() == "data.mount" && c.GetStatus() == statusFailed && info.ServerPid == "" && len(recs) == 0 {
-			c.Status, c.Detail, c.Hint = statusOK, "not mounted: no sandbox is left", ""
+		// Without anything that a sandbox wrote there is nothing to protect against, as after `harena down`.
+		if c.GetName() == "data.mount" && c.GetStatus() == statusFailed && info.ServerPid == "" && !anyUpper(recs) {
+			c.Status, c.Detail, c.Hint = statusOK, "not mounted: no sandbox's files are left", ""
 		}
 		checks = append(checks, c)
 	}
@@ -72,6 +73,11 @@ func DoctorOffline(ctx context.Context, dir string, backends ...backend.Backend)
 		}
 	}
 	return diagnose(append(checks, checkLeaks(leaks, errors.Join(failed...))...)), nil
+}
+
+// anyUpper reports whether a sandbox's writable layer is there. Stopped ones have none.
+func anyUpper(recs []*Record) bool {
+	return slices.ContainsFunc(recs, func(r *Record) bool { return r.State != sandbox.Stopped })
 }
 
 func known(leaks []backend.Leak, l backend.Leak) bool {

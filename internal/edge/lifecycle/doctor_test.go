@@ -78,6 +78,7 @@ func TestDoctorOffline(t *testing.T) {
 	w := newWorld(t)
 	w.up()
 	live := w.create()
+	w.stop(w.create().GetId())
 	resp, err := DoctorOffline(t.Context(), w.path)
 	if err != nil {
 		t.Fatal(err)
@@ -88,6 +89,9 @@ func TestDoctorOffline(t *testing.T) {
 	w.down()
 	if resp, err = DoctorOffline(t.Context(), w.path, memory.New(w.node, memory.Options{})); err != nil {
 		t.Fatal(err)
+	}
+	if c := byName(resp)["data.mount"]; c.GetStatus() != "failed" {
+		t.Errorf("a sandbox lives on an unprotected directory: %v", c)
 	}
 	for name, c := range byName(resp) {
 		if strings.HasPrefix(name, "leak.") && c.GetStatus() != "ok" {
@@ -104,6 +108,21 @@ func TestDoctorOffline(t *testing.T) {
 	checks := byName(resp)
 	if resp.GetClean() || checks["leak.processes"].GetStatus() != "leaked" || checks["leak.directories"].GetStatus() != "leaked" {
 		t.Errorf("a sandbox without a record: %v", checks)
+	}
+}
+
+// TestDoctorAfterDown: a node that went down is clean, also with records of what was stopped.
+func TestDoctorAfterDown(t *testing.T) {
+	w := newWorld(t)
+	e := w.up()
+	w.stop(w.create().GetId())
+	if err := e.StopAll(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	w.down()
+	resp, err := DoctorOffline(t.Context(), w.path, memory.New(w.node, memory.Options{}))
+	if err != nil || !resp.GetClean() {
+		t.Errorf("after down: %v, %v", resp, err)
 	}
 }
 

@@ -3,6 +3,7 @@ package server
 import (
 	"context"
 	"crypto/rand"
+	"errors"
 	"fmt"
 	"log/slog"
 	"net/http"
@@ -56,7 +57,7 @@ func (i interceptor) WrapStreamingHandler(next connect.StreamingHandlerFunc) con
 }
 
 func (i interceptor) panicked(p any) error {
-	if p == http.ErrAbortHandler {
+	if err, is := p.(error); is && errors.Is(err, http.ErrAbortHandler) {
 		panic(p)
 	}
 	return fmt.Errorf("panic: %v\n%s", p, debug.Stack())

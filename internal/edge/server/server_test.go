@@ -249,7 +249,7 @@ func TestJSON(t *testing.T) {
 	}
 	defer resp.Body.Close()
 	var e struct{ Code, Message string }
-	if err := json.NewDecoder(resp.Body).Decode(&e); err != nil || e.Code != "invalid_argument" || resp.StatusCode != 400 {
+	if err := json.NewDecoder(resp.Body).Decode(&e); err != nil || e.Code != "invalid_argument" || resp.StatusCode != http.StatusBadRequest {
 		t.Errorf("%d %v, %v", resp.StatusCode, e, err)
 	}
 }
