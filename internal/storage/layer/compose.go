@@ -24,7 +24,10 @@ type Stack struct {
 
 // Composition is the answer of Compose.
 type Composition struct {
-	// Digests are the layers, lowest first, without repetition.
+	// Layers are lowest first, without repetition. One that only a snapshot
+	// brings has its digest as name.
+	Layers []Named
+	// Digests are those of Layers, in the same order.
 	Digests []Digest
 	// Config is the image's.
 	Config ImageConfig
@@ -35,23 +38,24 @@ type Composition struct {
 // added lie below it, so that what the sandbox had changed stays on top. A wrong
 // kind is an error of kind invalid that says how the layer can be used.
 func Compose(in Stack) (Composition, error) {
-	var lower, snapshots []Digest
-	hasWorkspace := ""
+	var lower, snapshots []Named
+	var hasWorkspace Digest
 	switch in.Image.Layer.Kind {
 	case Base:
-		lower = append(lower, in.Image.Layer.Digest)
+		lower = append(lower, in.Image)
 	case Snapshot:
 		for _, p := range in.Parents {
+			n := Named{Name: string(p.Digest), Layer: p}
 			if p.Kind == Snapshot {
-				snapshots = append(snapshots, p.Digest)
+				snapshots = append(snapshots, n)
 				continue
 			}
 			if p.Kind == Workspace {
-				hasWorkspace = string(p.Digest)
+				hasWorkspace = p.Digest
 			}
-			lower = append(lower, p.Digest)
+			lower = append(lower, n)
 		}
-		snapshots = append(snapshots, in.Image.Layer.Digest)
+		snapshots = append(snapshots, in.Image)
 	default:
 		return Composition{}, wrongKind(in.Image, "an image must be a base or a snapshot")
 	}
@@ -59,32 +63,36 @@ func Compose(in Stack) (Composition, error) {
 		if w.Layer.Kind != Workspace {
 			return Composition{}, wrongKind(*w, "a workspace is needed here")
 		}
-		if hasWorkspace != "" && hasWorkspace != string(w.Layer.Digest) {
+		if hasWorkspace != "" && hasWorkspace != w.Layer.Digest {
 			return Composition{}, errs.E(errs.Invalid, "snapshot %s was taken over another workspace than %s", in.Image.Name, w.Name).
 				On("layer %s", w.Name).WithHint("leave the workspace out: the snapshot brings its own")
 		}
-		lower = append(lower, w.Layer.Digest)
+		lower = append(lower, *w)
 	}
 	for _, t := range in.Toolkits {
 		if t.Layer.Kind != Toolkit {
 			return Composition{}, wrongKind(t, "a toolkit is needed here")
 		}
-		lower = append(lower, t.Layer.Digest)
+		lower = append(lower, t)
 	}
-	digests := distinct(append(lower, snapshots...))
-	if n := len(digests); n > sandbox.MaxLayers {
+	layers := distinct(append(lower, snapshots...))
+	if n := len(layers); n > sandbox.MaxLayers {
 		return Composition{}, errs.OverLimit(errs.Invalid, "layers of a sandbox", sandbox.MaxLayers, n)
 	}
-	return Composition{Digests: digests, Config: in.Image.Layer.Config}, nil
+	c := Composition{Layers: layers, Config: in.Image.Layer.Config}
+	for _, l := range layers {
+		c.Digests = append(c.Digests, l.Layer.Digest)
+	}
+	return c, nil
 }
 
-// distinct drops all but the first of equal digests: overlayfs refuses a lower
+// distinct drops all but the first of equal layers: overlayfs refuses a lower
 // directory that is given twice (ELOOP), and a repetition adds nothing.
-func distinct(in []Digest) []Digest {
-	out := make([]Digest, 0, len(in))
-	for _, d := range in {
-		if !slices.Contains(out, d) {
-			out = append(out, d)
+func distinct(in []Named) []Named {
+	out := make([]Named, 0, len(in))
+	for _, n := range in {
+		if !slices.ContainsFunc(out, func(o Named) bool { return o.Layer.Digest == n.Layer.Digest }) {
+			out = append(out, n)
 		}
 	}
 	return out
