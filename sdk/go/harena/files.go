@@ -57,7 +57,7 @@ func (s *Sandbox) Open(ctx context.Context, path string, opts ...FileOption) (io
 		}
 		header.Set("Range", spec)
 	}
-	res, err := s.transfer(ctx, http.MethodGet, "files", path, o, header, nil)
+	res, err := s.transfer(ctx, http.MethodGet, "files", path, o, header, nil) //nolint:bodyclose // whoever closes what Open returns
 	if err != nil {
 		return nil, err
 	}
@@ -87,7 +87,7 @@ func (s *Sandbox) WriteFile(ctx context.Context, path string, content []byte, op
 
 // DownloadTar reads a tree, or one file, as a tar. The caller closes what is returned.
 func (s *Sandbox) DownloadTar(ctx context.Context, path string, opts ...FileOption) (io.ReadCloser, error) {
-	res, err := s.transfer(ctx, http.MethodGet, "tar", path, fileOpts(opts), nil, nil)
+	res, err := s.transfer(ctx, http.MethodGet, "tar", path, fileOpts(opts), nil, nil) //nolint:bodyclose // whoever closes what DownloadTar returns
 	if err != nil {
 		return nil, err
 	}
