@@ -32,7 +32,11 @@ func TestMain(m *testing.M) {
 	if len(os.Args) > 1 && os.Args[1] == "files" {
 		os.Exit(WorkerMain(os.Stdin, os.Stdout, os.NewFile(3, "root")))
 	}
-	os.Exit(m.Run())
+	code := m.Run()
+	if guestDir != "" {
+		os.RemoveAll(guestDir)
+	}
+	os.Exit(code)
 }
 
 // starter starts real workers: another process, in a user namespace with its own

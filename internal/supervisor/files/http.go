@@ -55,7 +55,7 @@ func (s *Service) serve(methods map[string]transfer) http.HandlerFunc {
 			err = handle(w, r, sub)
 		}
 		if err != nil {
-			sendError(w, r, 0, err)
+			sendError(w, r, 0, s.refuse(err))
 		}
 	}
 }

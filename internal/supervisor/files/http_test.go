@@ -224,7 +224,7 @@ func TestLargeStream(t *testing.T) {
 	if testing.Short() {
 		t.Skip("long")
 	}
-	b := newBox(t)
+	b := newBox(t, mountTmpfs(t, "mode=755,size=3g"))
 	size := int64(2 << 30)
 	base := b.http().URL + "/v1/sandboxes/" + boxID + "/files?path="
 	want := crc32.New(crc32.MakeTable(crc32.Castagnoli))

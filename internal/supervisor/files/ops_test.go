@@ -225,7 +225,7 @@ func TestList(t *testing.T) {
 }
 
 func TestListHugeDirectory(t *testing.T) {
-	b := newBox(t)
+	b := newBox(t, mountTmpfs(t, "mode=755"))
 	b.mkdir("huge", 0, 0o755)
 	const n = 50_000
 	for i := range n {
@@ -344,7 +344,7 @@ func TestRemove(t *testing.T) {
 }
 
 func TestRemoveDeepTree(t *testing.T) {
-	b := newBox(t)
+	b := newBox(t, mountTmpfs(t, "mode=755"))
 	// Deeper than a path can say and than descriptors would reach.
 	const depth = 6000
 	dir, err := unix.Open(b.root, unix.O_RDONLY|unix.O_DIRECTORY, 0)

@@ -129,10 +129,10 @@ func (s *Service) Read(ctx context.Context, req *connect.Request[harenav1.ReadRe
 	m := req.Msg
 	sub, err := s.subject(ctx, m.GetSandboxId(), m.GetUser(), m.GetPath(), m.GetPathBytes())
 	if err != nil {
-		return nil, errs.ToConnect(err)
+		return nil, s.refuse(err)
 	}
 	resp, err := s.read(ctx, sub, m.GetOffset(), m.GetLength(), MaxContent)
-	return answer(resp, err)
+	return answer(s, resp, err)
 }
 
 // read returns part of a file: length bytes at most, or up to the end when
@@ -248,22 +248,23 @@ func (s *Service) ReadSmall(ctx context.Context, path string, most int64) ([]byt
 func (s *Service) Write(ctx context.Context, req *connect.Request[harenav1.WriteRequest]) (*connect.Response[harenav1.WriteResponse], error) {
 	m := req.Msg
 	if m.GetOpId() != "" {
-		return nil, errs.ToConnect(errs.E(errs.Unsupported, "op_id of a file write is not supported yet").
+		return nil, s.refuse(errs.E(errs.Unsupported, "op_id of a file write is not supported yet").
 			WithHint("leave op_id out; request_id makes a repeated call return the first result"))
 	}
 	if n := len(m.GetContent()); n > MaxContent {
-		return nil, errs.ToConnect(tooLarge("bytes of a write", MaxContent, int64(n)))
+		return nil, s.refuse(tooLarge("bytes of a write", MaxContent, int64(n)))
 	}
 	sub, err := s.subject(ctx, m.GetSandboxId(), m.GetUser(), m.GetPath(), m.GetPathBytes())
 	if err != nil {
-		return nil, errs.ToConnect(err)
+		return nil, s.refuse(err)
 	}
-	return answer(once(ctx, &s.repeats, m.GetRequestId(), m, func() (*harenav1.WriteResponse, error) {
+	resp, err := once(ctx, &s.repeats, m.GetRequestId(), m, func() (*harenav1.WriteResponse, error) {
 		cl := s.upload()
 		cl.whole = wholeSmall
 		info, err := s.put(ctx, cl, sub, m.GetMode(), bytes.NewReader(m.GetContent()))
 		return &harenav1.WriteResponse{Info: info}, err
-	}))
+	})
+	return answer(s, resp, err)
 }
 
 // Stat implements FileServiceHandler.
@@ -271,10 +272,10 @@ func (s *Service) Stat(ctx context.Context, req *connect.Request[harenav1.StatRe
 	m := req.Msg
 	sub, err := s.subject(ctx, m.GetSandboxId(), m.GetUser(), m.GetPath(), m.GetPathBytes())
 	if err != nil {
-		return nil, errs.ToConnect(err)
+		return nil, s.refuse(err)
 	}
 	info, err := s.simple(ctx, sub, s.oneThing(), opStat, &harenav1.StatRequest{PathBytes: []byte(sub.path), Follow: m.GetFollow()}, true)
-	return answer(&harenav1.StatResponse{Info: info}, err)
+	return answer(s, &harenav1.StatResponse{Info: info}, err)
 }
 
 // List implements FileServiceHandler.
@@ -283,20 +284,21 @@ func (s *Service) List(ctx context.Context, req *connect.Request[harenav1.ListFi
 	depth, limit := m.GetDepth(), m.GetLimit()
 	switch {
 	case depth < 0 || limit < 0:
-		return nil, errs.ToConnect(errs.E(errs.Invalid, "depth %d and limit %d must not be negative", depth, limit))
+		return nil, s.refuse(errs.E(errs.Invalid, "depth %d and limit %d must not be negative", depth, limit))
 	case depth > maxDepth:
-		return nil, errs.ToConnect(errs.OverLimit(errs.Invalid, "depth of a listing", maxDepth, depth))
+		return nil, s.refuse(errs.OverLimit(errs.Invalid, "depth of a listing", maxDepth, depth))
 	case limit > maxLimit:
-		return nil, errs.ToConnect(errs.OverLimit(errs.Invalid, "entries of a listing", maxLimit, limit))
+		return nil, s.refuse(errs.OverLimit(errs.Invalid, "entries of a listing", maxLimit, limit))
 	}
 	if limit == 0 {
 		limit = defaultLimit
 	}
 	sub, err := s.subject(ctx, m.GetSandboxId(), m.GetUser(), m.GetPath(), m.GetPathBytes())
 	if err != nil {
-		return nil, errs.ToConnect(err)
+		return nil, s.refuse(err)
 	}
-	return answer(s.list(ctx, sub, &harenav1.ListFilesRequest{PathBytes: []byte(sub.path), Depth: max(depth, 1), Limit: limit}))
+	resp, err := s.list(ctx, sub, &harenav1.ListFilesRequest{PathBytes: []byte(sub.path), Depth: max(depth, 1), Limit: limit})
+	return answer(s, resp, err)
 }
 
 func (s *Service) list(ctx context.Context, sub subject, m *harenav1.ListFilesRequest) (*harenav1.ListFilesResponse, error) {
@@ -334,17 +336,18 @@ func (s *Service) Move(ctx context.Context, req *connect.Request[harenav1.MoveRe
 	m := req.Msg
 	sub, err := s.subject(ctx, m.GetSandboxId(), m.GetUser(), m.GetFrom(), m.GetFromBytes())
 	if err != nil {
-		return nil, errs.ToConnect(err)
+		return nil, s.refuse(err)
 	}
 	to, err := absolute(sub.home, m.GetTo(), m.GetToBytes())
 	if err != nil {
-		return nil, errs.ToConnect(err)
+		return nil, s.refuse(err)
 	}
-	return answer(once(ctx, &s.repeats, m.GetRequestId(), m, func() (*harenav1.MoveResponse, error) {
+	resp, err := once(ctx, &s.repeats, m.GetRequestId(), m, func() (*harenav1.MoveResponse, error) {
 		info, err := s.simple(ctx, sub, s.aTree(), opMove,
 			&harenav1.MoveRequest{FromBytes: []byte(sub.path), ToBytes: []byte(to), NoReplace: m.GetNoReplace()}, true)
 		return &harenav1.MoveResponse{Info: info}, err
-	}))
+	})
+	return answer(s, resp, err)
 }
 
 // Remove implements FileServiceHandler.
@@ -352,13 +355,14 @@ func (s *Service) Remove(ctx context.Context, req *connect.Request[harenav1.Remo
 	m := req.Msg
 	sub, err := s.subject(ctx, m.GetSandboxId(), m.GetUser(), m.GetPath(), m.GetPathBytes())
 	if err != nil {
-		return nil, errs.ToConnect(err)
+		return nil, s.refuse(err)
 	}
-	return answer(once(ctx, &s.repeats, m.GetRequestId(), m, func() (*harenav1.RemoveResponse, error) {
+	resp, err := once(ctx, &s.repeats, m.GetRequestId(), m, func() (*harenav1.RemoveResponse, error) {
 		_, err := s.simple(ctx, sub, s.aTree(), opRemove,
 			&harenav1.RemoveRequest{PathBytes: []byte(sub.path), Recursive: m.GetRecursive(), MissingOk: m.GetMissingOk()}, false)
 		return &harenav1.RemoveResponse{}, err
-	}))
+	})
+	return answer(s, resp, err)
 }
 
 // MakeDir implements FileServiceHandler.
@@ -366,18 +370,19 @@ func (s *Service) MakeDir(ctx context.Context, req *connect.Request[harenav1.Mak
 	m := req.Msg
 	sub, err := s.subject(ctx, m.GetSandboxId(), m.GetUser(), m.GetPath(), m.GetPathBytes())
 	if err != nil {
-		return nil, errs.ToConnect(err)
+		return nil, s.refuse(err)
 	}
-	return answer(once(ctx, &s.repeats, m.GetRequestId(), m, func() (*harenav1.MakeDirResponse, error) {
+	resp, err := once(ctx, &s.repeats, m.GetRequestId(), m, func() (*harenav1.MakeDirResponse, error) {
 		info, err := s.simple(ctx, sub, s.oneThing(), opMakeDir,
 			&harenav1.MakeDirRequest{PathBytes: []byte(sub.path), Mode: m.GetMode(), Parents: m.GetParents()}, true)
 		return &harenav1.MakeDirResponse{Info: info}, err
-	}))
+	})
+	return answer(s, resp, err)
 }
 
 // Watch implements FileServiceHandler.
 func (s *Service) Watch(context.Context, *connect.Request[harenav1.WatchFilesRequest], *connect.ServerStream[harenav1.WatchFilesResponse]) error {
-	return errs.ToConnect(errs.E(errs.Unsupported, "watching files is not supported yet").
+	return s.refuse(errs.E(errs.Unsupported, "watching files is not supported yet").
 		WithHint("list the directory repeatedly, or run a tool such as inotifywait inside"))
 }
 
@@ -405,9 +410,17 @@ func (s *Service) simple(ctx context.Context, sub subject, cl class, o op, m pro
 }
 
 // answer makes the two results of a handler.
-func answer[T any](m *T, err error) (*connect.Response[T], error) {
+func answer[T any](s *Service, m *T, err error) (*connect.Response[T], error) {
 	if err != nil {
-		return nil, errs.ToConnect(err)
+		return nil, s.refuse(err)
 	}
 	return connect.NewResponse(m), nil
+}
+
+// refuse gives an error the form for callers; what it hides from them is logged.
+func (s *Service) refuse(err error) error {
+	if errs.Is(err, errs.Internal) {
+		s.cfg.Log.Error("file operation failed", "error", err)
+	}
+	return errs.ToConnect(err)
 }

@@ -272,7 +272,10 @@ func FuzzTarIn(f *testing.F) {
 	f.Add(archive(f, tar.Header{Name: "a/b"}, tar.Header{Name: "l", Linkname: "../x", Typeflag: tar.TypeSymlink}, tar.Header{Name: "l/x"}))
 	f.Add(archive(f, tar.Header{Name: "d/", Typeflag: tar.TypeDir, Mode: 0o700}, tar.Header{Name: "h", Linkname: "d/../../f", Typeflag: tar.TypeLink}))
 	f.Add(archive(f, tar.Header{Name: "p", Typeflag: tar.TypeFifo, Format: tar.FormatPAX, PAXRecords: map[string]string{"SCHILY.xattr.user.x": "y"}}))
-	top := f.TempDir()
+	// On tmpfs: an ext4 that discards makes each removal slow.
+	top, err := os.MkdirTemp("/dev/shm", "harena-files-")
+	must(f, err)
+	f.Cleanup(func() { os.RemoveAll(top) })
 	f.Fuzz(func(t *testing.T, data []byte) {
 		dir, err := os.MkdirTemp(top, "")
 		must(t, err)
@@ -287,9 +290,11 @@ func FuzzTarIn(f *testing.F) {
 		w := newWorker(bytes.NewReader(nil), io.Discard, root)
 		// A sparse header may say any size; the test's disk is not for that.
 		in := &tarIn{w: w, root: root}
-		limited := syscall.Rlimit{Cur: 1 << 20, Max: 1 << 40}
-		must(t, syscall.Setrlimit(syscall.RLIMIT_FSIZE, &limited))
+		var limit syscall.Rlimit
+		must(t, syscall.Getrlimit(syscall.RLIMIT_FSIZE, &limit))
+		must(t, syscall.Setrlimit(syscall.RLIMIT_FSIZE, &syscall.Rlimit{Cur: 1 << 20, Max: limit.Max}))
 		err = in.unpack(bytes.NewReader(data))
+		must(t, syscall.Setrlimit(syscall.RLIMIT_FSIZE, &limit))
 		var fl *failure
 		if err != nil && !errors.As(err, &fl) {
 			t.Fatalf("an error without a code: %v", err)
