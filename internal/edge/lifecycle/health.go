@@ -151,7 +151,10 @@ func (e *Edge) fire(b *box) {
 		e.gate <- struct{}{}
 		defer func() { <-e.gate }()
 		if err := e.advance(b); err != nil {
-			e.log.Error("a sandbox's deadline could not be handled", "sandbox", b.id, "err", err)
+			e.log.Error("a sandbox's deadline could not be handled; it is tried again", "sandbox", b.id, "err", err)
+			if !b.isGone() {
+				e.timers.sooner(b, e.clock.Now().Add(retryStop))
+			}
 		}
 	}()
 }
@@ -170,7 +173,7 @@ func (e *Edge) advance(b *box) error {
 		return e.stop(ctx, b, stopCall{reason: s.reason, only: sandbox.Running})
 	case stopAgain:
 		return e.stop(ctx, b, stopCall{only: sandbox.Failed})
-	case forget, endFiles:
+	case forget, endFiles, settleAgain:
 		if err := b.take(ctx); err != nil {
 			return err
 		}
@@ -187,7 +190,7 @@ func (e *Edge) advance(b *box) error {
 			}
 			return e.forget(b)
 		}
-		return e.endFiles(ctx, b)
+		return e.endFiles(ctx, b) // which is the same for whatever runs of a failed sandbox
 	}
 	e.timers.set(b, s.next)
 	return nil

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strings"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -58,11 +59,18 @@ func TestDecide(t *testing.T) {
 		{"failed, files in use", "failed", life(1, 1, 1), moment{now: min(10), lastUse: t0, files: true, busy: true}, "oom", step{next: min(24 * 60)}},
 		{"failed, files unused", "failed", life(1, 1, 1), moment{now: min(10), lastUse: min(9), files: true}, "oom", step{do: endFiles}},
 		{"failed, files unused soon", "failed", life(1, 1, 1), moment{now: min(10), lastUse: min(10), files: true}, "oom", step{next: min(11)}},
+		{"failed, holds something", "failed", life(1, 1, 1), moment{now: t0}, "oom", step{next: t0.Add(30 * time.Second)}},
+		{"failed, holds something still", "failed", life(1, 1, 1), moment{now: min(1)}, "oom", step{do: settleAgain}},
+		{"failed, holds a supervisor for files", "failed", life(1, 1, 1), moment{now: min(9), lastUse: min(9), files: true}, "oom", step{next: min(10)}},
 		{"stop failed", "failed", life(1, 1, 1), moment{now: t0.Add(29 * time.Second)}, reasonStopFailed, step{next: t0.Add(30 * time.Second)}},
 		{"stop failed, again", "failed", life(1, 1, 1), moment{now: min(1)}, reasonStopFailed, step{do: stopAgain}},
 	}
 	for _, test := range tests {
-		test.m.record = &Record{State: test.state, Reason: test.reason, Spec: &harenav1.SandboxSpec{Lifetime: test.life}, Created: t0, TTLFrom: t0, LeaseFrom: t0, Ended: t0}
+		base := uint32(0)
+		if strings.HasPrefix(test.name, "failed, holds") {
+			base = 1 << 29
+		}
+		test.m.record = &Record{Config: backend.Config{IDBase: base}, State: test.state, Reason: test.reason, Spec: &harenav1.SandboxSpec{Lifetime: test.life}, Created: t0, TTLFrom: t0, LeaseFrom: t0, Ended: t0}
 		if got := decide(test.m); got.do != test.want.do || got.reason != test.want.reason || !got.next.Equal(test.want.next) {
 			t.Errorf("%s: %+v, want %+v", test.name, got, test.want)
 		}
@@ -238,6 +246,40 @@ func TestExits(t *testing.T) {
 			w.empty()
 		})
 	}
+}
+
+// TestExitThatCannotBeCleared: what of a failed sandbox could not be ended is ended later.
+func TestExitThatCannotBeCleared(t *testing.T) {
+	w := newWorld(t)
+	var stuck atomic.Bool
+	stuck.Store(true)
+	w.options.Fail = func(method string, _ sandbox.ID) error {
+		if method == "destroy" && stuck.Load() {
+			return errors.New("stuck in the kernel")
+		}
+		return nil
+	}
+	e := w.up()
+	s := w.create()
+	b, err := e.find(sandbox.ID(s.GetId()))
+	if err != nil {
+		t.Fatal(err)
+	}
+	w.node.Kill(b.id, "")
+	w.reach(s.GetId(), sandbox.Failed)
+	w.eventually("tried again later", func() bool {
+		e.timers.mu.Lock()
+		defer e.timers.mu.Unlock()
+		return b.slot > 0 && b.due.Equal(b.record().Ended.Add(retryStop))
+	})
+	if w.node.Len() != 1 || b.record().Config.IDBase == 0 {
+		t.Error("its range was given back while something runs")
+	}
+	stuck.Store(false)
+	w.clock.advance(retryStop)
+	w.eventually("cleared", func() bool { return w.node.Len() == 0 && b.record().Config.IDBase == 0 })
+	w.stop(s.GetId())
+	w.empty()
 }
 
 func TestFilesOfFailed(t *testing.T) {

@@ -41,12 +41,13 @@ type moment struct {
 type action int
 
 const (
-	rest      action = iota // until next
-	stop                    // for reason
-	ask                     // the supervisor, then decide again
-	endFiles                // end the supervisor for files
-	forget                  // record and files
-	stopAgain               // a stop that failed
+	rest        action = iota // until next
+	stop                      // for reason
+	ask                       // the supervisor, then decide again
+	endFiles                  // end the supervisor for files
+	forget                    // record and files
+	stopAgain                 // a stop that failed
+	settleAgain               // a failed sandbox of which something could not be ended
 )
 
 // step is what to do now, or when to look again; no next means never.
@@ -67,6 +68,9 @@ func decide(m moment) step {
 	case sandbox.Failed:
 		if r.Reason == reasonStopFailed {
 			return at(m.now, r.Ended.Add(retryStop), step{do: stopAgain})
+		}
+		if r.Config.IDBase != 0 && !m.files && !m.busy {
+			return at(m.now, r.Ended.Add(retryStop), step{do: settleAgain})
 		}
 		s := at(m.now, r.Ended.Add(keepFailed), step{do: forget})
 		if m.files && !m.busy {
