@@ -78,6 +78,6 @@ var (
 	// Group 5 is tty in every distribution.
 	PtsOptions = []Option{{"newinstance", ""}, {"ptmxmode", "0666"}, {"mode", "0620"}, {"gid", "5"}}
 	// OverlayOptions turn off what reads trusted.overlay.* of layers (redirect, metacopy) or ties an upper
-	// to one node (index). xino keeps inode numbers of the layers apart.
-	OverlayOptions = []Option{{"index", "off"}, {"metacopy", "off"}, {"redirect_dir", "nofollow"}, {"xino", "auto"}}
+	// to one node or costs a write to it (index, uuid). xino keeps inode numbers of the layers apart.
+	OverlayOptions = []Option{{"index", "off"}, {"metacopy", "off"}, {"redirect_dir", "nofollow"}, {"uuid", "null"}, {"xino", "auto"}}
 )
