@@ -93,7 +93,7 @@ func (d *dirBuilder) add(f *os.File, parent *inode, name, path string) error {
 	// A descriptor that names the file but opens nothing: what kind it is must be
 	// known first, opening a FIFO or a device has effects.
 	fd, err := unix.Openat(int(f.Fd()), name, unix.O_PATH|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0)
-	if err == unix.ENOENT {
+	if errors.Is(err, unix.ENOENT) {
 		d.warn("%s: left out, it was removed while the directory was read", quote(path))
 		return nil
 	}
@@ -105,7 +105,7 @@ func (d *dirBuilder) add(f *os.File, parent *inode, name, path string) error {
 	if err := unix.Fstat(fd, &st); err != nil {
 		return readDirError(err, path)
 	}
-	id := fileID{uint64(st.Dev), st.Ino}
+	id := fileID{st.Dev, st.Ino}
 	isDir := st.Mode&modeFmt == modeDir
 	if !isDir && st.Nlink > 1 {
 		if first := d.links[id]; first != nil {
@@ -136,7 +136,7 @@ func (d *dirBuilder) addDir(parent *os.File, ino *inode, st *unix.Stat_t, name, 
 		Flags:   unix.O_RDONLY | unix.O_DIRECTORY | unix.O_NOFOLLOW | unix.O_CLOEXEC,
 		Resolve: unix.RESOLVE_BENEATH | unix.RESOLVE_NO_XDEV,
 	})
-	if err == unix.EXDEV {
+	if errors.Is(err, unix.EXDEV) {
 		d.warn("%s: a mount point; what is mounted there was left out", quote(path))
 		ino.mode, ino.uid, ino.gid = st.Mode, st.Uid, st.Gid
 		ino.sec, ino.nsec = st.Mtim.Sec, uint32(st.Mtim.Nsec)
@@ -172,7 +172,7 @@ func (d *dirBuilder) addOther(fd int, ino *inode, st *unix.Stat_t, path string) 
 			return err
 		}
 	case modeChr, modeBlk:
-		ino.device = encodeDevice(unix.Major(uint64(st.Rdev)), unix.Minor(uint64(st.Rdev)))
+		ino.device = encodeDevice(unix.Major(st.Rdev), unix.Minor(st.Rdev))
 	case modeFifo, modeSock:
 	default:
 		return errs.E(errs.Invalid, "%s has unknown type %#o", quote(path), st.Mode&modeFmt)
@@ -228,7 +228,7 @@ func readDirError(err error, path string) error {
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
 		return errs.E(errs.NotFound, "read %s for a layer: %w", what, err)
-	case err == unix.ENOTDIR:
+	case errors.Is(err, unix.ENOTDIR):
 		return errs.E(errs.Invalid, "read %s for a layer: %w", what, err)
 	case errors.Is(err, fs.ErrPermission):
 		return errs.E(errs.Denied, "read %s for a layer: %w", what, err).WithHint("the server must be able to read the whole tree")

@@ -30,9 +30,10 @@
 //
 // # Memory
 //
-// About 300 bytes a name, 8 bytes a run of contiguous blocks, and at most 1.5 GB
-// for the deduplication index (about 40 bytes a distinct chunk, up to 2^25 of
-// them; data past that is stored without being looked up).
+// The heap peaks at about 1 KB a name (measured: 460 MB for 525,000 files), plus
+// 8 bytes a run of contiguous blocks and at most about 1.5 GB for the
+// deduplication index (some 40 bytes a distinct chunk, up to 2^25 of them; chunks
+// past that are stored without being remembered). Content is never held.
 //
 // The on-disk format is that of Linux, fs/erofs/erofs_fs.h and
 // Documentation/filesystems/erofs.rst.

@@ -16,7 +16,7 @@ import (
 
 // Bounds used where Options leaves them 0.
 const (
-	DefaultMaxEntries = 4_000_000
+	DefaultMaxEntries = 2_000_000
 	DefaultMaxBytes   = 1 << 40
 
 	// maxTreeBytes bounds names, link targets and extended attributes together,

@@ -59,7 +59,7 @@ func (s *tarSource) Read(p []byte) (int, error) {
 		return 0, s.err
 	}
 	n, err := s.r.Read(p)
-	if err != nil && err != io.EOF && err != io.ErrUnexpectedEOF {
+	if err != nil && !errors.Is(err, io.EOF) && !errors.Is(err, io.ErrUnexpectedEOF) {
 		s.err = err
 	}
 	end := n
