@@ -86,19 +86,19 @@ func (c container) Services(e supervisor.Env) (supervisor.Services, error) {
 	}
 
 	limit := connect.WithReadMaxBytes(supervisor.MaxMessage)
-	handlers := map[string]http.Handler{"/v1/sandboxes/": fileService.HTTP()}
-	for _, register := range []func(...connect.HandlerOption) (string, http.Handler){
-		execService.Handler,
-		func(o ...connect.HandlerOption) (string, http.Handler) {
-			return harenav1connect.NewFileServiceHandler(fileService, o...)
-		},
-	} {
-		path, handler := register(limit)
-		handlers[path] = handler
-	}
 	return supervisor.Services{
-		Handlers: handlers,
-		Running:  execService.Running,
+		Handlers: map[string]func() http.Handler{
+			"/" + harenav1connect.ExecServiceName + "/": func() http.Handler {
+				_, h := execService.Handler(limit)
+				return h
+			},
+			"/" + harenav1connect.FileServiceName + "/": func() http.Handler {
+				_, h := harenav1connect.NewFileServiceHandler(fileService, limit)
+				return h
+			},
+			"/v1/sandboxes/": fileService.HTTP,
+		},
+		Running: execService.Running,
 		Close: func() error {
 			fileService.Close()
 			return execService.Close()

@@ -2,58 +2,116 @@ package supervisor
 
 import (
 	"net/http"
+	"runtime"
 	"runtime/debug"
+	"strings"
 	"sync"
 	"time"
 )
 
-// trimAfter is the quiet time after which memory goes back to the node: many
-// idle supervisors share one, and a forced collection costs milliseconds.
-const trimAfter = 3 * time.Second
+const (
+	// trimAfter is the quiet time after which a supervisor makes itself small.
+	trimAfter = 3 * time.Second
+	// gcPercent is the collector's while there is work: a live heap of under a megabyte may grow to 8 MiB.
+	gcPercent = 200
+	// worthTrimming is the heap, in bytes of real memory, from which on a collection gains more than it costs: with its
+	// workers, bitmaps and queues the first one adds about 300 KiB for ever.
+	worthTrimming = 4 << 20
+)
 
-// activity notes when somebody last had use of the sandbox, and returns memory
-// to the node when nobody has.
+// activity notes when somebody last had use of the sandbox, and keeps the
+// supervisor small when nobody has. Then the collector is off, which the edge
+// starts it with (GOGC=off): an idle heap does not grow, and the runtime would
+// collect it every two minutes all the same.
 type activity struct {
-	mu    sync.Mutex
-	calls int // running
-	last  time.Time
-	trim  *time.Timer
+	mu         sync.Mutex
+	running    func() (commands, streams int) // commands allocate without a call
+	calls      int                            // running, of all kinds
+	useful     int                            // of them, those that keep a sandbox from being idle
+	last       time.Time
+	timer      *time.Timer
+	collecting bool
 }
 
 func newActivity() *activity {
-	// The first trim is for what the start itself used.
-	return &activity{last: time.Now(), trim: time.AfterFunc(trimAfter, debug.FreeOSMemory)}
+	a := &activity{last: time.Now(), running: func() (int, int) { return 0, 0 }}
+	a.timer = time.AfterFunc(trimAfter, a.trim)
+	return a
 }
 
-// track counts the calls of h.
+// watch says how to count commands.
+func (a *activity) watch(running func() (commands, streams int)) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	a.running = running
+}
+
+// track counts the calls of h. GuestService is the edge's own.
 func (a *activity) track(h http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		a.add(1)
-		defer a.add(-1)
+		useful := 1
+		if strings.HasPrefix(r.URL.Path, "/harena.guest.") {
+			useful = 0
+		}
+		a.add(1, useful)
+		defer a.add(-1, -useful)
 		h.ServeHTTP(w, r)
 	})
 }
 
 // touch notes activity outside calls, such as the end of a command.
-func (a *activity) touch() { a.add(0) }
+func (a *activity) touch() {
+	a.mu.Lock()
+	a.last = time.Now()
+	a.mu.Unlock()
+	a.add(0, 0)
+}
 
-func (a *activity) add(calls int) {
+func (a *activity) add(calls, useful int) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	a.calls += calls
-	a.last = time.Now()
+	a.useful += useful
+	if useful != 0 {
+		a.last = time.Now()
+	}
 	if a.calls == 0 {
-		a.trim.Reset(trimAfter)
-	} else {
-		a.trim.Stop()
+		a.timer.Reset(trimAfter)
+		return
+	}
+	a.timer.Stop()
+	if !a.collecting {
+		a.collecting = true
+		debug.SetGCPercent(gcPercent)
 	}
 }
 
-// read returns the time of the last activity, which is now while a call runs.
-func (a *activity) read() time.Time {
+// trim makes the supervisor small after a quiet time.
+func (a *activity) trim() {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	if a.calls > 0 {
+		return
+	}
+	var m runtime.MemStats
+	runtime.ReadMemStats(&m)
+	if m.HeapInuse+m.HeapIdle-m.HeapReleased > worthTrimming {
+		debug.FreeOSMemory()
+	}
+	if commands, _ := a.running(); commands == 0 {
+		a.collecting = false
+		debug.SetGCPercent(-1)
+	} else if !a.collecting {
+		a.collecting = true
+		debug.SetGCPercent(gcPercent)
+	}
+}
+
+// lastUse returns the time of the last activity, which is now while a call runs.
+func (a *activity) lastUse() time.Time {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if a.useful > 0 {
 		return time.Now()
 	}
 	return a.last

@@ -70,10 +70,11 @@ type Env struct {
 	Activity func()
 }
 
-// Services are the calls into one sandbox. A nil function is left out.
+// Services are the calls into one sandbox.
 type Services struct {
-	// Handlers by path prefix, as http.ServeMux takes it.
-	Handlers map[string]http.Handler
+	// Handlers by path prefix, as http.ServeMux takes it. Each is made at its first call: a service's handlers cost a
+	// millisecond and 100 KiB, and many sandboxes never have a use for one.
+	Handlers map[string]func() http.Handler
 	// Running counts running commands and the streams attached to them.
 	Running func() (commands, streams int)
 	// Close ends what the services keep running outside the sandbox.
@@ -172,6 +173,7 @@ func start(c Config, prepared Prepared, l *guestv1.Launch) (_ *supervisor, err e
 	if s.services, err = sb.Services(Env{Launch: l, Log: logger, Activity: s.activity.touch}); err != nil {
 		return nil, fmt.Errorf("set up services: %w", err)
 	}
+	s.activity.watch(s.services.Running)
 	if err := s.listen(); err != nil {
 		return nil, err
 	}

@@ -76,9 +76,9 @@ type fakeSandbox struct{ done chan struct{} }
 
 func (s *fakeSandbox) Services(e Env) (Services, error) {
 	return Services{
-		Handlers: map[string]http.Handler{"/echo": http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-			_, _ = io.Copy(w, r.Body)
-		})},
+		Handlers: map[string]func() http.Handler{"/echo": func() http.Handler {
+			return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { _, _ = io.Copy(w, r.Body) })
+		}},
 		Running: func() (int, int) { return 3, 2 },
 		Close:   func() error { mark("services-closed"); return nil },
 	}, nil

@@ -7,6 +7,7 @@ import (
 	"net"
 	"net/http"
 	"os"
+	"sync"
 	"time"
 
 	"connectrpc.com/connect"
@@ -29,16 +30,19 @@ const (
 // listen makes the server and its socket, in the working directory.
 func (s *supervisor) listen() error {
 	mux := http.NewServeMux()
-	for prefix, h := range s.services.Handlers {
-		mux.Handle(prefix, s.activity.track(h))
+	for prefix, make := range s.services.Handlers {
+		mux.Handle(prefix, onDemand(make))
 	}
-	mux.Handle(guestv1connect.NewGuestServiceHandler(s, connect.WithReadMaxBytes(64<<10)))
+	mux.Handle("/"+guestv1connect.GuestServiceName+"/", onDemand(func() http.Handler {
+		_, h := guestv1connect.NewGuestServiceHandler(s, connect.WithReadMaxBytes(64<<10))
+		return h
+	}))
 
 	protocols := new(http.Protocols)
 	protocols.SetHTTP1(true)
 	protocols.SetUnencryptedHTTP2(true)
 	s.server = &http.Server{
-		Handler:   mux,
+		Handler:   s.activity.track(mux),
 		Protocols: protocols,
 		ErrorLog:  slog.NewLogLogger(s.log.Handler(), slog.LevelWarn),
 		// Only the edge can connect; these bound what a fault of it can hold.
@@ -62,18 +66,22 @@ func (s *supervisor) listen() error {
 	return nil
 }
 
+// onDemand makes the handler at the first call.
+func onDemand(make func() http.Handler) http.Handler {
+	get := sync.OnceValue(make)
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { get().ServeHTTP(w, r) })
+}
+
 // Status implements guestv1connect.GuestServiceHandler.
 func (s *supervisor) Status(context.Context, *connect.Request[guestv1.StatusRequest]) (*connect.Response[guestv1.StatusResponse], error) {
 	r := &guestv1.StatusResponse{
 		SandboxId:         s.launch.GetSandboxId(),
 		Version:           s.version,
 		Alive:             true,
-		LastActivityNanos: s.activity.read().UnixNano(),
+		LastActivityNanos: s.activity.lastUse().UnixNano(),
 	}
-	if s.services.Running != nil {
-		commands, streams := s.services.Running()
-		r.RunningCommands, r.AttachedStreams = int32(commands), int32(streams)
-	}
+	commands, streams := s.services.Running()
+	r.RunningCommands, r.AttachedStreams = int32(commands), int32(streams)
 	select {
 	case <-s.sandbox.Done():
 		r.Alive, r.Reason = false, s.sandbox.Reason()

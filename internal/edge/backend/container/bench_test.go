@@ -10,7 +10,12 @@ import (
 	"testing"
 	"time"
 
+	"connectrpc.com/connect"
 	"golang.org/x/sys/unix"
+
+	harenav1 "github.com/harena-dev/harena/api/harena/v1"
+	"github.com/harena-dev/harena/api/harena/v1/harenav1connect"
+	"github.com/harena-dev/harena/internal/edge/guestconn"
 )
 
 // BenchmarkCreate reports the median of Create, with Destroy between, and the rate of both together.
@@ -94,4 +99,33 @@ func cpuTime(b *testing.B, back *Backend) time.Duration {
 		b.Fatal(err)
 	}
 	return time.Duration(micros)*time.Microsecond + time.Duration(self.Utime.Nano()+self.Stime.Nano())
+}
+
+// BenchmarkExec is the round trip of a command through the backend's own connection.
+func BenchmarkExec(b *testing.B) {
+	n := newNode(b)
+	back := opened(b, n)
+	c := n.config(b)
+	create(b, back, c)
+	api := harenav1connect.NewExecServiceClient(client(b, back), guestconn.URL(c.ID))
+	var times []time.Duration
+	for b.Loop() {
+		start := time.Now()
+		stream, err := api.Run(b.Context(), connect.NewRequest(&harenav1.RunRequest{
+			SandboxId: string(c.ID), Command: &harenav1.Command{Argv: []string{"/bin/true"}},
+		}))
+		if err != nil {
+			b.Fatal(err)
+		}
+		for stream.Receive() {
+		}
+		if err := stream.Err(); err != nil {
+			b.Fatal(err)
+		}
+		stream.Close()
+		times = append(times, time.Since(start))
+	}
+	slices.Sort(times)
+	b.ReportMetric(float64(times[len(times)/2].Microseconds())/1000, "exec-p50-ms")
+	b.ReportMetric(float64(times[len(times)*9/10].Microseconds())/1000, "exec-p90-ms")
 }

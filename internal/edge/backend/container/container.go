@@ -47,6 +47,8 @@ type Backend struct {
 	guest   string // the installed binary
 	pool    *pool
 
+	checking sync.Mutex // one round of Checks at a time
+
 	mu    sync.Mutex
 	boxes map[sandbox.ID]*box
 }

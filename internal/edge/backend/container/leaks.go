@@ -13,7 +13,6 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	harenav1 "github.com/harena-dev/harena/api/harena/v1"
 	"github.com/harena-dev/harena/internal/cgroup"
 	"github.com/harena-dev/harena/internal/edge/backend"
 	"github.com/harena-dev/harena/internal/sandbox"
@@ -180,18 +179,4 @@ func mountsBelow(mountinfo, dir string) []string {
 		}
 	}
 	return out
-}
-
-// Checks implements backend.Backend.
-func (b *Backend) Checks(context.Context) []*harenav1.Check {
-	group := &harenav1.Check{Name: "cgroup", Status: "ok", Detail: b.cgroups.Describe()}
-	switch missing := b.cgroups.Missing(); {
-	case len(missing) > 0:
-		group.Status = "unsupported"
-		group.Hint = "sandboxes cannot be limited in " + strings.Join(missing, ", ") + "; enable the cgroup controllers"
-	case !b.cgroups.SwapLimited():
-		group.Status = "degraded"
-		group.Hint = "a sandbox may use swap beyond its memory limit; boot with swapaccount=1, or without swap"
-	}
-	return []*harenav1.Check{group}
 }

@@ -143,7 +143,7 @@ type starter struct {
 // env keeps a supervisor small: on a node with many cores the Go runtime would
 // otherwise allocate for each of them, before main.
 func (s starter) env() []string {
-	return []string{"GOMAXPROCS=2", "GOGC=200", "GOMEMLIMIT=256MiB", "PATH=/usr/sbin:/usr/bin:/sbin:/bin"}
+	return []string{"GOMAXPROCS=2", "GOGC=off", "GOMEMLIMIT=256MiB", "PATH=/usr/sbin:/usr/bin:/sbin:/bin"}
 }
 
 // start starts a supervisor and returns at once; ready waits for it.

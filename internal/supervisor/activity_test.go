@@ -1,0 +1,84 @@
+package supervisor
+
+import (
+	"io"
+	"net/http"
+	"net/http/httptest"
+	"runtime/debug"
+	"testing"
+)
+
+func TestActivity(t *testing.T) {
+	defer debug.SetGCPercent(debug.SetGCPercent(100))
+	a := newActivity()
+	a.timer.Stop() // the test says when
+	commands := 0
+	a.watch(func() (int, int) { return commands, 0 })
+	inside, leave := make(chan bool), make(chan bool)
+	h := a.track(http.HandlerFunc(func(http.ResponseWriter, *http.Request) { inside <- true; <-leave }))
+	call := func(path string) (end func()) {
+		done := make(chan bool)
+		go func() {
+			h.ServeHTTP(httptest.NewRecorder(), httptest.NewRequest(http.MethodPost, path, http.NoBody))
+			close(done)
+		}()
+		<-inside
+		return func() { leave <- true; <-done }
+	}
+	start := a.lastUse()
+
+	end := call("/harena.guest.v1.GuestService/Status")
+	if !a.collecting {
+		t.Error("the collector is off during a call")
+	}
+	end()
+	if got := a.lastUse(); !got.Equal(start) {
+		t.Errorf("the edge's own call counts: %v after %v", got, start)
+	}
+
+	end = call("/harena.v1.ExecService/Run")
+	during := a.lastUse()
+	if !during.After(start) {
+		t.Error("a call that runs is not activity")
+	}
+	a.trim()
+	if !a.collecting {
+		t.Error("trimmed during a call")
+	}
+	end()
+	after := a.lastUse()
+	if after.Before(during) || !a.lastUse().Equal(after) {
+		t.Errorf("activity after the call: %v, then %v", after, a.lastUse())
+	}
+
+	commands = 1
+	a.trim()
+	if !a.collecting {
+		t.Error("the collector is off while a command runs")
+	}
+	commands = 0
+	a.touch() // its end
+	if !a.lastUse().After(after) {
+		t.Error("the end of a command is not activity")
+	}
+	a.trim()
+	if a.collecting || debug.SetGCPercent(-1) != -1 {
+		t.Error("the collector is on while nothing happens")
+	}
+}
+
+func TestTrimReturnsMemory(t *testing.T) {
+	defer debug.SetGCPercent(debug.SetGCPercent(100))
+	a := newActivity()
+	a.timer.Stop()
+	for range 64 {
+		_, _ = io.Discard.Write(make([]byte, 1<<20))
+	}
+	var before, after debug.GCStats
+	debug.ReadGCStats(&before)
+	a.trim()
+	debug.ReadGCStats(&after)
+	if after.NumGC == before.NumGC {
+		t.Skip("the runtime has returned it already")
+	}
+}
