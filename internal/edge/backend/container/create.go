@@ -84,7 +84,7 @@ func (b *Backend) Create(ctx context.Context, c backend.Config) (_ []*harenav1.T
 	if err := b.step(ctx, "send"); err != nil {
 		return nil, err
 	}
-	if err := claim.Write(proc.channel, launch(c, paths)); err != nil {
+	if err := claim.Write(proc.channel, launchMessage(c, paths)); err != nil {
 		return nil, fmt.Errorf("claim a supervisor: %w", err)
 	}
 	if err := b.step(ctx, "answer"); err != nil {
@@ -125,8 +125,8 @@ func causeOf(ctx context.Context, err error) error {
 	return errs.E(kind, "the start was ended: %w", errors.Join(cerr, err))
 }
 
-// launch is what a supervisor is told.
-func launch(c backend.Config, p cgroup.Paths) *guestv1.Launch {
+// launchMessage is what a supervisor is told.
+func launchMessage(c backend.Config, p cgroup.Paths) *guestv1.Launch {
 	hostname := c.Spec.GetHostname()
 	if hostname == "" {
 		hostname = string(c.ID[:hostnameLen])
