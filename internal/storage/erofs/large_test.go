@@ -2,8 +2,10 @@ package erofs_test
 
 import (
 	"archive/tar"
+	"bufio"
 	"bytes"
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"math/rand/v2"
@@ -87,14 +89,15 @@ func TestHugeDirectory(t *testing.T) {
 	r, w := io.Pipe()
 	const n = 100_000
 	go func() {
-		tw := tar.NewWriter(w)
+		buffered := bufio.NewWriterSize(w, 1<<20)
+		tw := tar.NewWriter(buffered)
 		for _, i := range rand.New(rand.NewPCG(1, 2)).Perm(n) {
 			if err := tw.WriteHeader(&tar.Header{Typeflag: tar.TypeReg, Name: fmt.Sprintf("d/name-%d-%s", i, strings.Repeat("x", i%60)), Mode: 0o600}); err != nil {
 				w.CloseWithError(err)
 				return
 			}
 		}
-		w.CloseWithError(tw.Close())
+		w.CloseWithError(errors.Join(tw.Close(), buffered.Flush()))
 	}()
 	im, res := fromTar(t, r, erofs.Options{})
 	if res.Files != n+1 {
