@@ -25,15 +25,33 @@ func (osFS) read(name string) (string, error) {
 
 // write is one write(2) without O_CREAT: cgroupfs files exist or they do not.
 func (osFS) write(name, value string) error {
-	fd, err := unix.Open(name, unix.O_WRONLY|unix.O_CLOEXEC, 0)
+	var fd int
+	err := uninterrupted(func() (err error) {
+		fd, err = unix.Open(name, unix.O_WRONLY|unix.O_CLOEXEC, 0)
+		return err
+	})
 	if err != nil {
 		return &os.PathError{Op: "open", Path: name, Err: err}
 	}
 	defer unix.Close(fd)
-	if _, err := unix.Write(fd, []byte(value)); err != nil {
+	err = uninterrupted(func() error {
+		_, err := unix.Write(fd, []byte(value))
+		return err
+	})
+	if err != nil {
 		return &os.PathError{Op: "write " + value + " to", Path: name, Err: err}
 	}
 	return nil
+}
+
+// uninterrupted repeats a call that a signal cut short: a v1 memory limit, for
+// one, takes long enough for the Go runtime's own preemption signals.
+func uninterrupted(call func() error) error {
+	for {
+		if err := call(); err != unix.EINTR {
+			return err
+		}
+	}
 }
 
 func (osFS) mkdir(dir string) error {
@@ -44,7 +62,7 @@ func (osFS) mkdir(dir string) error {
 }
 
 func (osFS) rmdir(dir string) error {
-	if err := unix.Rmdir(dir); err != nil && err != unix.ENOENT {
+	if err := uninterrupted(func() error { return unix.Rmdir(dir) }); err != nil && err != unix.ENOENT {
 		return &os.PathError{Op: "rmdir", Path: dir, Err: err}
 	}
 	return nil

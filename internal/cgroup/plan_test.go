@@ -6,6 +6,8 @@ import (
 	"strings"
 	"testing"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/harena-dev/harena/internal/errs"
 )
 
@@ -175,5 +177,14 @@ func TestCreateTwice(t *testing.T) {
 	}
 	if _, err := r.Group("id").Create(Limits{}); !errs.Is(err, errs.Exists) {
 		t.Errorf("second create: %v, want exists", err)
+	}
+}
+
+func TestInterruptedCallsAreRepeated(t *testing.T) {
+	answers := []error{unix.EINTR, unix.EINTR, unix.EBUSY, nil}
+	calls := 0
+	err := uninterrupted(func() error { calls++; return answers[calls-1] })
+	if err != unix.EBUSY || calls != 3 {
+		t.Errorf("%v after %d calls", err, calls)
 	}
 }
