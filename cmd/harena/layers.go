@@ -25,29 +25,9 @@ func (l *nodeLayers) Compose(_ context.Context, project string, spec *harenav1.S
 	if err != nil {
 		return lifecycle.Composition{}, err
 	}
-	names := map[layer.Digest]string{}
-	for _, name := range append([]string{spec.GetImage(), spec.GetWorkspace()}, spec.GetToolkits()...) {
-		if name == "" {
-			continue
-		}
-		named, err := l.store.Resolve(project, name)
-		if err != nil {
-			return lifecycle.Composition{}, err
-		}
-		names[named.Digest] = name
-	}
 	out := lifecycle.Composition{Config: imageConfig(found.Config)}
-	for _, d := range found.Digests {
-		one, err := l.store.Load(d)
-		if err != nil {
-			return lifecycle.Composition{}, err
-		}
-		// A layer that nobody named is one that a snapshot was taken over.
-		name := names[d]
-		if name == "" {
-			name = string(d)
-		}
-		out.Layers = append(out.Layers, lifecycle.Layer{Name: name, Digest: string(d), Kind: string(one.Kind)})
+	for _, l := range found.Layers {
+		out.Layers = append(out.Layers, lifecycle.Layer{Name: l.Name, Digest: string(l.Layer.Digest), Kind: string(l.Layer.Kind)})
 	}
 	return out, nil
 }

@@ -210,19 +210,61 @@ func (p *stdinPipe) call(req *harenav1.SendInputRequest) (int64, error) {
 	}
 }
 
-// copyStdin sends all of r and then the end of input. When the command does not
-// want more, or ended, the rest is nobody's business.
+// copyStdin sends all of r and then the end of input. What r gives while a call
+// is under way goes along with the next one. When the command does not want more,
+// or ended, the rest is nobody's business.
 func (c *Command) copyStdin(r io.Reader) {
-	buf := make([]byte, stdinChunk)
+	chunks := make(chan []byte)
+	stop := make(chan struct{})
+	defer close(stop)
+	go func() {
+		defer close(chunks)
+		var waiting []byte
+		read := make(chan []byte)
+		go readInto(read, stop, r)
+		for read != nil || len(waiting) > 0 {
+			in, out := read, chunks
+			if len(waiting) >= stdinChunk {
+				in = nil
+			}
+			if len(waiting) == 0 {
+				out = nil
+			}
+			select {
+			case b, ok := <-in:
+				if !ok {
+					read = nil
+				}
+				waiting = append(waiting, b...)
+			case out <- waiting:
+				waiting = nil
+			case <-stop:
+				return
+			}
+		}
+	}()
+	for b := range chunks {
+		if _, err := c.stdin.Write(b); err != nil {
+			return
+		}
+	}
+	_ = c.stdin.Close()
+}
+
+// readInto reads r until it ends. A read that never returns outlives the command, as with os/exec.
+func readInto(out chan<- []byte, stop <-chan struct{}, r io.Reader) {
+	defer close(out)
 	for {
-		n, err := r.Read(buf)
+		b := make([]byte, 64<<10)
+		n, err := r.Read(b)
 		if n > 0 {
-			if _, werr := c.stdin.Write(buf[:n]); werr != nil {
+			select {
+			case out <- b[:n]:
+			case <-stop:
 				return
 			}
 		}
 		if err != nil {
-			_ = c.stdin.Close()
 			return
 		}
 	}
