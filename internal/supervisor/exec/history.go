@@ -21,12 +21,15 @@ import (
 
 // forget removes a command that was admitted and not started.
 func (s *Service) forget(c *command) {
+	s.opMu.Lock()
+	defer s.opMu.Unlock()
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	delete(s.alive, c.id)
 	s.running--
 	if c.opID != "" {
 		delete(s.ops, c.opID)
+		s.journal.count--
 	}
 }
 

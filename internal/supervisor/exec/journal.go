@@ -74,7 +74,8 @@ func (j *journal) finish(c *command, r *harenav1.Result) error {
 
 // cancel forgets an operation that was not started after all.
 func (j *journal) cancel(c *command) {
-	if err := os.Remove(j.file(c.opID)); err != nil {
+	err := os.Remove(j.file(c.opID))
+	if err != nil && !errors.Is(err, fs.ErrNotExist) && !errors.Is(err, unix.ENOTDIR) {
 		c.s.cfg.Log.Error("forget an operation that was not started", "command", c.id, "error", err)
 	}
 }
@@ -95,12 +96,14 @@ func (j *journal) write(e entry) error {
 }
 
 func journalError(err error) error {
-	switch {
-	case err == nil:
+	if err == nil {
 		return nil
-	case errors.Is(err, unix.ENOSPC), errors.Is(err, unix.EDQUOT), errors.Is(err, unix.EROFS):
-		return errs.E(errs.Capacity, "the operation cannot be recorded, so it was not started: %w", errors.Unwrap(err)).
-			WithHint("free space on the node, or leave op_id out")
+	}
+	for _, errno := range []error{unix.ENOSPC, unix.EDQUOT, unix.EROFS} {
+		if errors.Is(err, errno) {
+			return errs.E(errs.Capacity, "the node cannot record the operation: %w", errno).
+				WithHint("free space on the node, or leave op_id out")
+		}
 	}
 	return fmt.Errorf("journal an operation: %w", err)
 }

@@ -7,6 +7,8 @@ import (
 	"sync"
 	"testing"
 
+	"golang.org/x/sys/unix"
+
 	harenav1 "github.com/harena-dev/harena/api/harena/v1"
 	"github.com/harena-dev/harena/internal/errs"
 )
@@ -123,5 +125,36 @@ func TestOperationThatCannotBeRecorded(t *testing.T) {
 	}
 	if _, err := os.Stat(file); err == nil {
 		t.Error("it ran")
+	}
+}
+
+// The disk is full: an operation is refused, other commands run without a record.
+func TestFullDisk(t *testing.T) {
+	dir := t.TempDir()
+	if err := unix.Mount("tmpfs", dir, "tmpfs", 0, "size=64k"); err != nil {
+		t.Skipf("mount tmpfs: %v", err)
+	}
+	t.Cleanup(func() {
+		if err := unix.Unmount(dir, unix.MNT_DETACH); err != nil {
+			t.Error(err)
+		}
+	})
+	r := newRig(t, func(c *Config) { c.RecordDir, c.Limits.Ops = dir+"/commands", 1 })
+	if err := os.WriteFile(dir+"/fill", make([]byte, 1<<20), 0o600); err == nil {
+		t.Fatal("the disk is not full")
+	}
+	for range 3 { // refused operations do not count against their limit
+		_, err := r.tryRun(context.Background(), op("op", "true"))
+		wantKind(t, err, errs.Capacity, "no space left")
+	}
+	o := r.shell("head -c 500000 /dev/zero; exit 3")
+	if len(o.stdout) != 500000 || o.result.GetExitCode() != 3 || o.result.GetStdout().GetDropped() == 0 {
+		t.Errorf("%d bytes, %v", len(o.stdout), o.result)
+	}
+	if err := os.Remove(dir + "/fill"); err != nil {
+		t.Fatal(err)
+	}
+	if o := r.run(op("op", "echo ran")); string(o.stdout) != "ran\n" {
+		t.Errorf("the operation that was refused did not run: %q", o.stdout)
 	}
 }

@@ -10,6 +10,7 @@ import (
 
 	harenav1 "github.com/harena-dev/harena/api/harena/v1"
 	"github.com/harena-dev/harena/internal/errs"
+	"github.com/harena-dev/harena/internal/supervisor/users"
 )
 
 // digest identifies a request's content.
@@ -48,6 +49,9 @@ func (s *Service) begin(ctx context.Context, cmd *harenav1.Command, requestID st
 		return nil, nil, false, err
 	}
 	c = v.(*command)
+	if r != nil {
+		return c, r, attached, nil
+	}
 	select {
 	case <-c.ready:
 	case <-ctx.Done():
@@ -56,7 +60,7 @@ func (s *Service) begin(ctx context.Context, cmd *harenav1.Command, requestID st
 	if c.startErr != nil {
 		return nil, nil, false, c.startErr
 	}
-	if follow && r == nil {
+	if follow {
 		r, err = c.attach([2]int64{}, false)
 	}
 	return c, r, attached, err
@@ -137,17 +141,15 @@ func (s *Service) launch(ctx context.Context, c *command, cmd *harenav1.Command,
 	if err != nil {
 		return nil, err
 	}
-	if c.user = user.Name; c.user == "" {
-		c.user = fmt.Sprint(user.UID)
-	}
+	c.setUser(user)
 	c.spec = plan(cmd, user, s.cfg.Defaults, s.cfg.Hostname)
 	resolved := time.Now()
 
 	if c.opID != "" {
-		if err := s.journal.start(c); err != nil {
+		undo = append(undo, func() { s.journal.cancel(c) })
+		if err = s.journal.start(c); err != nil {
 			return nil, err
 		}
-		undo = append(undo, func() { s.journal.cancel(c) })
 	}
 	if c.group, err = makeGroup(s.cfg.Groups, c.id); err != nil {
 		return nil, err
@@ -171,7 +173,6 @@ func (s *Service) launch(ctx context.Context, c *command, cmd *harenav1.Command,
 	}
 	d.closeTheirs()
 	c.spec.Stdin, c.spec.Stdout, c.spec.Stderr = nil, nil, nil
-	c.pid = int64(c.proc.Pid())
 	c.timings = []*harenav1.Timing{timing("resolve", resolved.Sub(c.clock)), timing("spawn", time.Since(forking))}
 	c.follow(d, cmd.GetMaxOutput())
 	if follow {
@@ -190,6 +191,15 @@ func (s *Service) launch(ctx context.Context, c *command, cmd *harenav1.Command,
 	return r, nil
 }
 
+// setUser: a command is listed while it starts.
+func (c *command) setUser(u users.User) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.user = u.Name; c.user == "" {
+		c.user = fmt.Sprint(u.UID)
+	}
+}
+
 // stdio makes the command's descriptors.
 func (s *Service) stdio(c *command, cmd *harenav1.Command) (*stdio, error) {
 	if c.tty {
@@ -205,6 +215,7 @@ func (c *command) follow(d *stdio, record int64) {
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
+	c.pid = int64(c.proc.Pid())
 	c.streams[0].file, c.streams[1].file = d.out, d.err
 	for _, st := range c.streams {
 		st.rec.max = record
