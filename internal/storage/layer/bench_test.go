@@ -15,12 +15,7 @@ func manyLayers(b *testing.B, s *Store, n int) {
 	l := importFiles(b, s, "first", Base, entry{"f", "content", 0}).Layer
 	for i := range n {
 		m := l.Manifest
-		m.Kind, m.Source = Base, fmt.Sprint("bench ", i)
-		if i%3 == 1 {
-			m.Kind = Workspace
-		} else if i%3 == 2 {
-			m.Kind = Toolkit
-		}
+		m.Kind, m.Source = []Kind{Base, Workspace, Toolkit}[i%3], fmt.Sprint("bench ", i)
 		text, err := m.encode()
 		if err != nil {
 			b.Fatal(err)

@@ -192,7 +192,7 @@ func (m *Mounts) mount(d Digest) error {
 	if err != nil {
 		return err
 	}
-	img := image{m.store.objects.path(l.Meta.Digest), m.store.objects.path(l.Blob.Digest)}
+	img := image{m.store.local.path(l.Meta.Digest), m.store.local.path(l.Blob.Digest)}
 	fd, err := mountImage(img, m.mode)
 	if err != nil {
 		return errs.E(errs.Internal, "mount layer %s: %w", d, err).On("layer %s", d).

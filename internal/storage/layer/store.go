@@ -23,7 +23,8 @@ type Store struct {
 	dir     string // DIR/layers
 	cache   string // DIR/cache
 	mounts  string // DIR/mounts
-	objects *localObjects
+	objects objects
+	local   *localObjects // the same ones as files, for mounting
 	limits  Limits
 
 	// collect is held for reading while something that was resolved or stored is
@@ -57,9 +58,10 @@ func Open(dataDir string, limits Limits) (*Store, error) {
 		return nil, fmt.Errorf("open the layer store: %w", err)
 	}
 	dir := filepath.Join(dataDir, "layers")
+	local := &localObjects{dir: filepath.Join(dir, "objects"), tmp: filepath.Join(dir, "tmp")}
 	s := &Store{
 		dir: dir, cache: filepath.Join(dataDir, "cache"), mounts: filepath.Join(dataDir, "mounts"), limits: limits,
-		objects:   &localObjects{dir: filepath.Join(dir, "objects"), tmp: filepath.Join(dir, "tmp")},
+		objects: local, local: local,
 		manifests: make(map[Digest]Layer),
 		index:     index{names: make(map[string]map[string]Digest)},
 		bootstrap: make(chan struct{}, 1),

@@ -411,7 +411,7 @@ func TestVerifyFindsDamage(t *testing.T) {
 		t.Fatalf("a sound layer: %v, %v, %d of %d", problems, err, last, total)
 	}
 	damage := func(what string, d Digest, f func(path string) error) {
-		path := s.objects.path(d)
+		path := s.local.path(d)
 		sound, err := os.ReadFile(path)
 		if err != nil {
 			t.Fatal(err)
