@@ -20,7 +20,7 @@ bin/harena-guest: $(ZYGOTE)
 	CGO_ENABLED=0 $(GO) build -trimpath -ldflags '$(LDFLAGS)' -o $@ ./cmd/harena-guest
 
 # The program that enters sandboxes; embedded in harena-guest.
-$(ZYGOTE): $(wildcard internal/supervisor/zygote/*.[chS]) internal/supervisor/zygote/build.sh
+$(ZYGOTE): $(wildcard internal/supervisor/zygote/src/*.[ch]) internal/supervisor/zygote/build.sh
 	internal/supervisor/zygote/build.sh
 
 setup:
