@@ -82,7 +82,7 @@ func benchmarkStream(b *testing.B, client func(*box) (*http.Client, string)) {
 			resp, err := c.Do(req)
 			must(b, err)
 			resp.Body.Close()
-			if resp.StatusCode != 200 {
+			if resp.StatusCode != http.StatusOK {
 				b.Fatal(resp.Status)
 			}
 		}

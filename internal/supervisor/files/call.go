@@ -233,7 +233,7 @@ func (c *call) upload(source io.Reader) (*harenav1.FileInfo, error) {
 				return nil, perr
 			}
 		}
-		if err == io.EOF {
+		if errors.Is(err, io.EOF) {
 			break
 		}
 		if err == nil {

@@ -297,7 +297,7 @@ type body struct {
 func (b *body) Read(p []byte) (int, error) {
 	_ = b.control.SetReadDeadline(time.Now().Add(stallAfter))
 	n, err := b.r.Read(p)
-	if err != nil && err != io.EOF {
+	if err != nil && !errors.Is(err, io.EOF) {
 		err = errs.E(errs.Cancelled, "the upload ended early: %w", err)
 	}
 	return n, err

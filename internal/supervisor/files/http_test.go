@@ -83,22 +83,22 @@ func TestHTTPGet(t *testing.T) {
 	req := b.request("GET", url+"f", nil, nil)
 	req.Header.Set("Range", "bytes=0-1,8-9")
 	resp, body := b.do(req)
-	if resp.StatusCode != 206 || !strings.Contains(body, "01") || !strings.Contains(body, "89") || strings.Contains(body, "5") && strings.Contains(body, "012") {
+	if resp.StatusCode != http.StatusPartialContent || !strings.Contains(body, "01") || !strings.Contains(body, "89") || strings.Contains(body, "5") && strings.Contains(body, "012") {
 		t.Errorf("two ranges: %s %q", resp.Status, body)
 	}
 	resp, _ = b.do(b.request("HEAD", url+"f", nil, nil))
 	tag := resp.Header.Get("Etag")
 	req = b.request("GET", url+"f", http.Header{"If-None-Match": {tag}}, nil)
-	if resp, _ = b.do(req); resp.StatusCode != 304 {
+	if resp, _ = b.do(req); resp.StatusCode != http.StatusNotModified {
 		t.Errorf("unchanged: %s", resp.Status)
 	}
 	b.file("f", 0, 0o644, "changed789")
 	req = b.request("GET", url+"f", http.Header{"If-Range": {tag}, "Range": {"bytes=1-2"}}, nil)
-	if resp, body = b.do(req); resp.StatusCode != 200 || body != "changed789" {
+	if resp, body = b.do(req); resp.StatusCode != http.StatusOK || body != "changed789" {
 		t.Errorf("changed: %s %q", resp.Status, body)
 	}
 	req = b.request("GET", url+"f", http.Header{"If-Match": {tag}}, nil)
-	if resp, body = b.do(req); resp.StatusCode != 412 {
+	if resp, body = b.do(req); resp.StatusCode != http.StatusPreconditionFailed {
 		t.Errorf("changed: %s %q", resp.Status, body)
 	}
 	wantJSONError(t, "If-Match", resp, body)
@@ -123,7 +123,7 @@ func TestHTTPPut(t *testing.T) {
 	base := b.http().URL + "/v1/sandboxes/" + boxID + "/files?user=user&path="
 	name := "d/we ird\n\xff%&=+"
 	resp, body := b.do(b.request("PUT", base+url.QueryEscape(name)+"&mode=0600", nil, "hello"))
-	if resp.StatusCode != 200 || !strings.Contains(body, `"mode":384`) && !strings.Contains(body, `"mode": 384`) {
+	if resp.StatusCode != http.StatusOK || !strings.Contains(body, `"mode":384`) && !strings.Contains(body, `"mode": 384`) {
 		t.Errorf("put: %s %s", resp.Status, body)
 	}
 	if got := b.content("home/user/" + name); got != "hello" {
@@ -156,7 +156,7 @@ func TestHTTPPut(t *testing.T) {
 		}
 	}
 	resp, body = b.do(b.request("GET", b.http().URL+"/v1/sandboxes/other/files?path=/x", nil, nil))
-	if resp.StatusCode != 404 {
+	if resp.StatusCode != http.StatusNotFound {
 		t.Errorf("another sandbox: %s %s", resp.Status, body)
 	}
 	b.noTemps()
@@ -191,7 +191,7 @@ func TestAbortedUploadLeavesTheOldFile(t *testing.T) {
 			must(t, err)
 			fmt.Fprintf(conn, "PUT /v1/sandboxes/%s/files?path=/f HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nnew\r\n", boxID)
 			must(t, conn.(*net.TCPConn).CloseWrite())
-			if resp, err := http.ReadResponse(bufio.NewReader(conn), nil); err == nil && resp.StatusCode == 200 {
+			if resp, err := http.ReadResponse(bufio.NewReader(conn), nil); err == nil && resp.StatusCode == http.StatusOK {
 				t.Error("half an upload was accepted")
 			}
 			conn.Close()
@@ -232,7 +232,7 @@ func TestLargeStream(t *testing.T) {
 	req := b.request("PUT", base+"/big", nil, body)
 	req.ContentLength = size
 	resp, text := b.do(req)
-	if resp.StatusCode != 200 {
+	if resp.StatusCode != http.StatusOK {
 		t.Fatalf("%s %s", resp.Status, text)
 	}
 	resp, err := http.DefaultClient.Do(b.request("GET", base+"/big", nil, nil))

@@ -257,10 +257,10 @@ func TestRealTreeGoesAround(t *testing.T) {
 	srv := r.http().URL
 	r.sh("busybox mkdir -p /tmp/w/a; cd /tmp/w; echo x >a/x; busybox ln a/x y; busybox ln -s a l; busybox mkfifo p; busybox chown 5:6 a/x; busybox chmod 4755 a/x; busybox chown -h 7:8 l; busybox touch -d @1000 a")()
 	resp, body := r.do(r.request("GET", r.tarURL(srv, "path=/tmp/w"), nil, nil))
-	if resp.StatusCode != 200 {
+	if resp.StatusCode != http.StatusOK {
 		t.Fatalf("%s %s", resp.Status, body)
 	}
-	if resp, text := r.do(r.request("PUT", r.tarURL(srv, "path=/root/w"), nil, body)); resp.StatusCode != 200 {
+	if resp, text := r.do(r.request("PUT", r.tarURL(srv, "path=/root/w"), nil, body)); resp.StatusCode != http.StatusOK {
 		t.Fatalf("%s %s", resp.Status, text)
 	}
 	const list = "busybox find . | busybox sort | busybox xargs busybox stat -c '%n %F %u:%g %a %h %Y'"
@@ -281,8 +281,18 @@ func TestRealRacesFromInside(t *testing.T) {
 	r := newRealBox(t)
 	hostname, err := os.ReadFile("/proc/sys/kernel/hostname")
 	must(t, err)
-	r.sh("busybox mkdir -p /tmp/w/d; echo inside >/tmp/w/d/hostname; busybox ln -s /proc/sys/kernel /tmp/w/l; busybox ln -s /proc/1/root/proc/sys/kernel /tmp/w/m")()
-	end := r.sh("cd /tmp/w; i=0; while [ $i -lt 100000 ] && [ ! -e /tmp/stop ]; do busybox mv d e; busybox mv l d; busybox mv d l; busybox mv m d; busybox mv d m; busybox mv e d; i=$((i+1)); done")
+	// The file is swapped for a link, and its directory for one. Writes make what is
+	// missing, so the attacker starts from nothing each time.
+	end := r.sh(`busybox mkdir /tmp/w; cd /tmp/w
+		while [ ! -e /tmp/stop ]; do
+			busybox rm -rf d; busybox mkdir -p d
+			for i in 1 2 3 4; do
+				echo inside >x; busybox mv -f x d/hostname
+				busybox ln -s /proc/sys/kernel/hostname y; busybox mv -f y d/hostname
+			done
+			busybox rm -rf d; busybox ln -s /proc/sys/kernel d
+			busybox rm -rf d; busybox ln -s /proc/1/root/proc/sys/kernel d
+		done`)
 	denied, read, wrote := 0, 0, 0
 	for until := time.Now().Add(4 * time.Second); time.Now().Before(until); {
 		got, err := r.read("", "/tmp/w/d/hostname")
@@ -307,6 +317,32 @@ func TestRealRacesFromInside(t *testing.T) {
 	}
 	if read == 0 || wrote == 0 || denied == 0 {
 		t.Error("nothing was tried")
+	}
+}
+
+func TestRealKilledUploadLeavesNothing(t *testing.T) {
+	r := newRealBox(t)
+	_, err := r.write("", "/tmp/f", "old", 0)
+	must(t, err)
+	pr, pw := io.Pipe()
+	go func() {
+		pw.Write(make([]byte, 4<<20))
+		r.svc.pool.mu.Lock()
+		for busy := range r.svc.pool.busy {
+			busy.os.Kill()
+		}
+		r.svc.pool.mu.Unlock()
+		for {
+			if _, err := pw.Write(make([]byte, 1<<20)); err != nil {
+				return
+			}
+		}
+	}()
+	_, err = r.svc.put(r.ctx(), r.svc.upload(), subject{path: "/tmp/f"}, 0, pr)
+	pr.Close()
+	wantKind(t, err, errs.Capacity, "ended in the middle")
+	if got := r.sh("busybox cat /tmp/f; busybox find / -xdev -name '.harena*'")(); got != "old" {
+		t.Errorf("inside: %q", got)
 	}
 }
 

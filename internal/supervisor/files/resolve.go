@@ -1,6 +1,7 @@
 package files
 
 import (
+	"errors"
 	"strings"
 
 	"golang.org/x/sys/unix"
@@ -16,8 +17,8 @@ const (
 
 // open looks path up in the sandbox's root. Neither ".." nor a link leads out
 // of it, and links of procfs that jump are refused.
-func (w *worker) open(path string, flags int, mode uint32) (int, error) {
-	return openIn(w.root, path, flags, mode, unix.RESOLVE_IN_ROOT)
+func (w *worker) open(path string, flags int) (int, error) {
+	return openIn(w.root, path, flags, 0, unix.RESOLVE_IN_ROOT)
 }
 
 // openIn is openat2(2) with a further way to resolve.
@@ -67,7 +68,7 @@ func allowed(fd int) error {
 	if err := retry(func() error { return unix.Fstatfs(fd, &st) }); err != nil {
 		return err
 	}
-	if kernelFS(int64(st.Type)) {
+	if kernelFS(st.Type) {
 		return &failure{code: failKernelFS}
 	}
 	return nil
@@ -82,7 +83,7 @@ func (w *worker) parent(path string) (dir int, base string, err error) {
 
 // openDir opens a directory as O_PATH.
 func (w *worker) openDir(path string) (int, error) {
-	dir, err := w.open(path, unix.O_PATH|unix.O_DIRECTORY, 0)
+	dir, err := w.open(path, unix.O_PATH|unix.O_DIRECTORY)
 	if err != nil {
 		return -1, err
 	}
@@ -96,7 +97,7 @@ func (w *worker) openDir(path string) (int, error) {
 // ensureDir is openDir that makes what is missing, with mode 0755.
 func (w *worker) ensureDir(path string) (int, error) {
 	dir, err := w.openDir(path)
-	if err != unix.ENOENT {
+	if !isMissing(err) {
 		return dir, err
 	}
 	text, base, _ := split(path)
@@ -142,7 +143,7 @@ func (w *worker) followed(path string) (target, error) {
 		var st unix.Stat_t
 		err = unix.Fstatat(dir, base, &st, unix.AT_SYMLINK_NOFOLLOW)
 		switch {
-		case err == unix.ENOENT:
+		case isMissing(err):
 			return target{dir: dir, base: base}, nil
 		case err != nil:
 			unix.Close(dir)
@@ -193,7 +194,7 @@ func readLink(dir int, base string) (string, error) {
 
 func retry(call func() error) error {
 	for {
-		if err := call(); err != unix.EINTR {
+		if err := call(); !errors.Is(err, unix.EINTR) {
 			return err
 		}
 	}

@@ -198,7 +198,7 @@ func (t *tarIn) ensure(name string) (int, error) {
 // below opens an existing directory below root.
 func (t *tarIn) below(name string, flags int) (int, error) {
 	dir, err := openIn(t.root, name, flags|unix.O_DIRECTORY, 0, unix.RESOLVE_BENEATH)
-	if err == unix.EXDEV {
+	if errors.Is(err, unix.EXDEV) {
 		err = &failure{code: failOutside, text: name}
 	}
 	if err != nil {

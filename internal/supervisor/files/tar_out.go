@@ -31,7 +31,7 @@ const (
 // serveTarOut sends a file, or a directory with all below it, as an archive.
 func (w *worker) serveTarOut(m *harenav1.StatRequest) error {
 	path := string(m.GetPathBytes())
-	fd, err := w.open(path, unix.O_PATH, 0)
+	fd, err := w.open(path, unix.O_PATH)
 	if err != nil {
 		return w.fail(err)
 	}
@@ -44,7 +44,7 @@ func (w *worker) serveTarOut(m *harenav1.StatRequest) error {
 		return w.fail(err)
 	}
 	stream := &download{w: w}
-	out := newTarOut(w, stream)
+	out := newTarOut(stream)
 	out.alive = w.alive
 	if st.Mode&unix.S_IFMT != unix.S_IFDIR {
 		return w.sendTar(stream, func() error { return w.tarFile(out, path) })
@@ -141,7 +141,7 @@ type tarOut struct {
 
 type inode struct{ dev, ino uint64 }
 
-func newTarOut(w *worker, to io.Writer) *tarOut {
+func newTarOut(to io.Writer) *tarOut {
 	return &tarOut{
 		tw:    tar.NewWriter(to),
 		buf:   make([]byte, maxPayload),

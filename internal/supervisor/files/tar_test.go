@@ -75,11 +75,11 @@ func TestTarRoundTrip(t *testing.T) {
 	}
 
 	resp, body := b.do(b.request("GET", b.tarURL(srv, "path=/src"), nil, nil))
-	if resp.StatusCode != 200 || resp.Header.Get("Content-Type") != "application/x-tar" {
+	if resp.StatusCode != http.StatusOK || resp.Header.Get("Content-Type") != "application/x-tar" {
 		t.Fatalf("%s %v", resp.Status, resp.Header)
 	}
 	resp, text := b.do(b.request("PUT", b.tarURL(srv, "path=/new/dst"), nil, body))
-	if resp.StatusCode != 200 {
+	if resp.StatusCode != http.StatusOK {
 		t.Fatalf("%s %s", resp.Status, text)
 	}
 	for _, p := range []string{"", "/ro", "/ro/suid", "/big", "/empty", "/n\nl \xff\"", "/" + strings.Repeat("l", 255), "/hard", "/link", "/longlink", "/fifo"} {
@@ -116,7 +116,7 @@ func TestTarRoundTrip(t *testing.T) {
 	}
 	// Again, over what is there; a file alone; and as somebody who owns nothing there.
 	resp, text = b.do(b.request("PUT", b.tarURL(srv, "path=/new/dst"), nil, body))
-	if resp.StatusCode != 200 {
+	if resp.StatusCode != http.StatusOK {
 		t.Errorf("again: %s %s", resp.Status, text)
 	}
 	_, one := b.do(b.request("GET", b.tarURL(srv, "path=/src/empty"), nil, nil))
@@ -124,7 +124,7 @@ func TestTarRoundTrip(t *testing.T) {
 		t.Errorf("one file: %v %v", h, err)
 	}
 	resp, text = b.do(b.request("PUT", b.tarURL(srv, "path=mine&user=user"), nil, body))
-	if resp.StatusCode != 200 {
+	if resp.StatusCode != http.StatusOK {
 		t.Errorf("as user: %s %s", resp.Status, text)
 	}
 	if st, err := b.stat("", "/home/user/mine/ro/suid", false); err != nil || st.Uid != userUID || st.Mode != 0o711 {
@@ -232,12 +232,12 @@ func TestTarIntoFullDisk(t *testing.T) {
 	must(t, w.Close())
 	srv := b.http().URL
 	resp, body := b.do(b.request("PUT", b.tarURL(srv, "path=/t"), nil, sparse.Bytes()))
-	if resp.StatusCode != 503 || !strings.Contains(body, "no space left") {
+	if resp.StatusCode != http.StatusServiceUnavailable || !strings.Contains(body, "no space left") {
 		t.Errorf("%s %s", resp.Status, body)
 	}
 	must(t, b.remove("", "/t", true, true))
 	resp, body = b.do(b.request("PUT", b.tarURL(srv, "path=/t"), nil, big))
-	if resp.StatusCode != 200 {
+	if resp.StatusCode != http.StatusOK {
 		t.Errorf("%s %s", resp.Status, body)
 	}
 }
@@ -262,7 +262,7 @@ func TestTarOfFilesThatChange(t *testing.T) {
 	b.file("home/user/root's", 0, 0o600, "x")
 	resp, err = http.DefaultClient.Do(b.request("GET", b.tarURL(srv, "path=&path=/home/user&user=user"), nil, nil))
 	must(t, err)
-	if _, err := io.Copy(io.Discard, resp.Body); err == nil && resp.StatusCode == 200 {
+	if _, err := io.Copy(io.Discard, resp.Body); err == nil && resp.StatusCode == http.StatusOK {
 		t.Error("an archive lacks a file and nobody was told")
 	}
 	resp.Body.Close()

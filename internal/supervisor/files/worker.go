@@ -46,11 +46,11 @@ func WorkerMain(in, out, root *os.File) int {
 		}
 	}
 	wk := newWorker(r, w, int(root.Fd()))
-	err := wk.serve()
+	end := wk.serve()
 	runtime.KeepAlive(in)
 	runtime.KeepAlive(out)
 	runtime.KeepAlive(root)
-	if err != nil && !errors.Is(err, io.EOF) {
+	if !errors.Is(end, io.EOF) {
 		return 1
 	}
 	return 0
@@ -65,8 +65,8 @@ func newWorker(r io.Reader, w io.Writer, root int) *worker {
 	}
 }
 
-// serve handles requests until the pipe ends. An error means that the pipe
-// failed or the service broke the protocol.
+// serve handles requests until the pipe ends, which is io.EOF. Another error means
+// that the pipe failed or the service broke the protocol.
 func (w *worker) serve() error {
 	for {
 		t, payload, err := w.read()
@@ -88,23 +88,23 @@ func (w *worker) serve() error {
 func (w *worker) handle(o op, body []byte) error {
 	switch o {
 	case opRead:
-		return on(w, body, w.serveRead)
+		return on(body, w.serveRead)
 	case opWrite:
-		return on(w, body, w.serveWrite)
+		return on(body, w.serveWrite)
 	case opTarOut:
-		return on(w, body, w.serveTarOut)
+		return on(body, w.serveTarOut)
 	case opTarIn:
-		return on(w, body, w.serveTarIn)
+		return on(body, w.serveTarIn)
 	case opStat:
-		return on(w, body, simple(w, w.stat))
+		return on(body, simple(w, w.stat))
 	case opList:
-		return on(w, body, simple(w, w.list))
+		return on(body, simple(w, w.list))
 	case opMove:
-		return on(w, body, simple(w, w.move))
+		return on(body, simple(w, w.move))
 	case opRemove:
-		return on(w, body, simple(w, w.remove))
+		return on(body, simple(w, w.remove))
 	case opMakeDir:
-		return on(w, body, simple(w, w.makeDir))
+		return on(body, simple(w, w.makeDir))
 	}
 	return fmt.Errorf("unknown operation %q", byte(o))
 }
@@ -113,7 +113,7 @@ func (w *worker) handle(o op, body []byte) error {
 func on[T any, M interface {
 	*T
 	proto.Message
-}](w *worker, body []byte, handler func(M) error) error {
+}](body []byte, handler func(M) error) error {
 	m := M(new(T))
 	if err := proto.Unmarshal(body, m); err != nil {
 		return fmt.Errorf("decode request: %w", err)

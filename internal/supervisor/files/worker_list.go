@@ -15,7 +15,7 @@ const maxListing = 32 << 20
 // list sends the entries of a directory in parts.
 func (w *worker) list(m *harenav1.ListFilesRequest) (*harenav1.FileInfo, error) {
 	path := string(m.GetPathBytes())
-	fd, err := w.open(path, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_NONBLOCK, 0)
+	fd, err := w.open(path, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_NONBLOCK)
 	if err != nil {
 		return nil, err
 	}

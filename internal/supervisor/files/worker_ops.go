@@ -15,7 +15,7 @@ func (w *worker) stat(m *harenav1.StatRequest) (*harenav1.FileInfo, error) {
 	if !m.GetFollow() {
 		flags |= unix.O_NOFOLLOW
 	}
-	fd, err := w.open(path, flags, 0)
+	fd, err := w.open(path, flags)
 	if err != nil {
 		return nil, err
 	}
@@ -185,7 +185,7 @@ func (w *worker) copyInto(dir int, base string, stage int) error {
 	r, pipe := io.Pipe()
 	done := make(chan error, 1)
 	go func() {
-		out := newTarOut(w, pipe)
+		out := newTarOut(pipe)
 		out.strict = true
 		err := out.tree(dir, base, base)
 		pipe.CloseWithError(err)

@@ -27,7 +27,7 @@ func (w *worker) openRegular(path string) (int, *unix.Stat_t, error) {
 		if err != nil {
 			return -1, nil, err
 		}
-		got, err := w.open(path, unix.O_RDONLY|unix.O_NONBLOCK|unix.O_NOCTTY, 0)
+		got, err := w.open(path, unix.O_RDONLY|unix.O_NONBLOCK|unix.O_NOCTTY)
 		if err == unix.ENXIO || err == unix.ENOENT || err == unix.ENODEV {
 			continue // swapped; the next look tells by what
 		}
@@ -51,7 +51,7 @@ func (w *worker) openRegular(path string) (int, *unix.Stat_t, error) {
 
 // examine describes a file that may be opened for its content.
 func (w *worker) examine(path string) (*unix.Stat_t, error) {
-	fd, err := w.open(path, unix.O_PATH, 0)
+	fd, err := w.open(path, unix.O_PATH)
 	if err != nil {
 		return nil, err
 	}

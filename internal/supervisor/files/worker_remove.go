@@ -1,6 +1,8 @@
 package files
 
 import (
+	"errors"
+
 	"golang.org/x/sys/unix"
 
 	harenav1 "github.com/harena-dev/harena/api/harena/v1"
@@ -160,13 +162,13 @@ func (r *remover) step() error {
 	last := len(top.pending) - 1
 	name := top.pending[last]
 	err := removeOne(r.cur, name)
-	switch err {
-	case unix.ENOTEMPTY, unix.EEXIST:
+	switch {
+	case errors.Is(err, unix.ENOTEMPTY), errors.Is(err, unix.EEXIST):
 		if err := r.down(r.cur, name); err != nil {
 			return fail(err, join(r.path(), name))
 		}
 		return nil
-	case nil, unix.ENOENT:
+	case err == nil, isMissing(err):
 		top.pending = top.pending[:last]
 		if last == 0 {
 			// Perhaps there were more than one batch, or new ones have come.

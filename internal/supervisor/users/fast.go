@@ -38,7 +38,7 @@ const (
 // The answer is kept while the stamps of both files stay the same. A replaced
 // file has another inode, a written one another ctime, which nobody can set.
 type fast struct {
-	root   *os.File
+	root   int // the descriptor of Config.Root, which keeps it open
 	gaveUp atomic.Bool
 
 	mu    sync.Mutex
@@ -123,7 +123,7 @@ func (f *fast) examine(name string) (*os.File, stamp, error) {
 		Resolve: unix.RESOLVE_BENEATH | unix.RESOLVE_NO_XDEV |
 			unix.RESOLVE_NO_SYMLINKS | unix.RESOLVE_NO_MAGICLINKS,
 	}
-	fd, err := unix.Openat2(int(f.root.Fd()), name, &how)
+	fd, err := unix.Openat2(f.root, name, &how)
 	if err == unix.ENOENT {
 		return nil, stamp{}, nil
 	}

@@ -35,7 +35,7 @@ var _ Resolver = (*Lookup)(nil)
 func New(cfg Config) *Lookup {
 	l := &Lookup{cfg: cfg}
 	if cfg.Root != nil {
-		l.fast = &fast{root: cfg.Root}
+		l.fast = &fast{root: int(cfg.Root.Fd())}
 	}
 	return l
 }
