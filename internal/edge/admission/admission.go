@@ -6,6 +6,7 @@ import (
 	"fmt"
 
 	"github.com/harena-dev/harena/internal/errs"
+	"github.com/harena-dev/harena/internal/sandbox"
 )
 
 // Snapshot is the state of a node at one moment. A negative number means that the node cannot tell.
@@ -76,6 +77,10 @@ func Decide(s Snapshot, load Load, l Limits, a Ask) error {
 	}
 	if load.RangesFree <= 0 {
 		return refuse("host ID ranges of this node", "0 free", "1", "stop some sandboxes")
+	}
+	// The default is no promise: a small node takes sandboxes that did not ask for less.
+	if s.MemoryTotal > 0 && a.Memory > max(s.MemoryTotal, sandbox.DefaultMemory) {
+		return refuse("memory of this node", mib(s.MemoryTotal), mib(a.Memory), "ask for less memory, or use a larger node")
 	}
 	// A sandbox that may never use much is not asked to leave room for more.
 	n := int64(load.Recent) + 1

@@ -67,6 +67,20 @@ func TestDecide(t *testing.T) {
 	}
 }
 
+func TestDecideOnMoreThanTheNodeHas(t *testing.T) {
+	s, load := roomy(), Load{RangesFree: 1}
+	if err := Decide(s, load, Defaults(s), Ask{Memory: s.MemoryTotal + 1}); !errs.Is(err, errs.Capacity) {
+		t.Errorf("more memory than there is: %v", err)
+	}
+	if err := Decide(s, load, Defaults(s), Ask{Memory: s.MemoryTotal}); err != nil {
+		t.Errorf("all memory that there is: %v", err)
+	}
+	s.MemoryTotal = 1 << 30
+	if err := Decide(s, load, Defaults(s), Ask{Memory: 2 << 30}); err != nil {
+		t.Errorf("the default on a small node: %v", err)
+	}
+}
+
 func TestProbeOfThisMachine(t *testing.T) {
 	p := Probe{Dir: t.TempDir()}
 	s := p.Snapshot()
