@@ -1,6 +1,7 @@
 package cgroup
 
 import (
+	"errors"
 	"os"
 
 	"golang.org/x/sys/unix"
@@ -48,7 +49,7 @@ func (osFS) write(name, value string) error {
 // one, takes long enough for the Go runtime's own preemption signals.
 func uninterrupted(call func() error) error {
 	for {
-		if err := call(); err != unix.EINTR {
+		if err := call(); !errors.Is(err, unix.EINTR) {
 			return err
 		}
 	}
@@ -62,7 +63,7 @@ func (osFS) mkdir(dir string) error {
 }
 
 func (osFS) rmdir(dir string) error {
-	if err := uninterrupted(func() error { return unix.Rmdir(dir) }); err != nil && err != unix.ENOENT {
+	if err := uninterrupted(func() error { return unix.Rmdir(dir) }); err != nil && !errors.Is(err, unix.ENOENT) {
 		return &os.PathError{Op: "rmdir", Path: dir, Err: err}
 	}
 	return nil

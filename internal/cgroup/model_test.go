@@ -64,6 +64,8 @@ func (m *model) read(name string) (string, error) {
 	return g.files[file], nil
 }
 
+func (m *model) isRealRoot(g *modelGroup) bool { return m.real && g == m.groups[m.mount] }
+
 func (m *model) exists(g *modelGroup, file string) bool {
 	c, _, _ := strings.Cut(file, ".")
 	if file == "memory.swap.max" && !m.swap || g == m.groups[m.mount] {
@@ -80,7 +82,7 @@ func (m *model) write(name, value string) error {
 	fail := func(e unix.Errno) error { return &fs.PathError{Op: "write", Path: name, Err: e} }
 	switch file {
 	case "cgroup.subtree_control":
-		if len(g.procs) > 0 && !(m.real && g == m.groups[m.mount]) {
+		if len(g.procs) > 0 && !m.isRealRoot(g) {
 			return fail(unix.EBUSY)
 		}
 		for _, c := range strings.Fields(value) {
@@ -99,7 +101,7 @@ func (m *model) write(name, value string) error {
 			}
 		}
 	case "cgroup.procs":
-		if len(g.subtree) > 0 && !(m.real && g == m.groups[m.mount]) {
+		if len(g.subtree) > 0 && !m.isRealRoot(g) {
 			return fail(unix.EBUSY)
 		}
 		for _, other := range m.groups {

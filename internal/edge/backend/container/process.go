@@ -119,19 +119,20 @@ func (p *process) end(ctx context.Context) error {
 	}
 }
 
+// kill sends SIGKILL; no error when the process has ended.
 func (p *process) kill() error {
 	raw, err := p.pidfd.SyscallConn()
-	if err != nil {
-		return nil // closed: it has ended
+	if err == nil {
+		var kerr error
+		if err = raw.Control(func(fd uintptr) { kerr = unix.PidfdSendSignal(int(fd), unix.SIGKILL, nil, 0) }); err == nil {
+			err = kerr
+		}
 	}
-	var kerr error
-	if err := raw.Control(func(fd uintptr) { kerr = unix.PidfdSendSignal(int(fd), unix.SIGKILL, nil, 0) }); err != nil {
+	// The pidfd is closed after the end is told.
+	if err == nil || errors.Is(err, unix.ESRCH) || !p.alive() {
 		return nil
 	}
-	if kerr != nil && !errors.Is(kerr, unix.ESRCH) {
-		return fmt.Errorf("kill supervisor %d: %w", p.pid, kerr)
-	}
-	return nil
+	return fmt.Errorf("kill supervisor %d: %w", p.pid, err)
 }
 
 // starter starts supervisors.
