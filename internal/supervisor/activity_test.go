@@ -72,11 +72,12 @@ func TestTrimReturnsMemory(t *testing.T) {
 	defer debug.SetGCPercent(debug.SetGCPercent(100))
 	a := newActivity()
 	a.timer.Stop()
-	hold := make([]byte, 2*worthTrimming)
-	for i := 0; i < len(hold); i += 4096 {
-		hold[i] = 1
-	}
-	hold = nil
+	func() {
+		garbage := make([]byte, 2*worthTrimming)
+		for i := 0; i < len(garbage); i += 4096 {
+			garbage[i] = 1
+		}
+	}()
 	var before, after runtime.MemStats
 	runtime.ReadMemStats(&before)
 	a.trim()
