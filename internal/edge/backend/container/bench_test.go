@@ -15,6 +15,7 @@ import (
 
 	harenav1 "github.com/harena-dev/harena/api/harena/v1"
 	"github.com/harena-dev/harena/api/harena/v1/harenav1connect"
+	"github.com/harena-dev/harena/internal/edge/backend"
 	"github.com/harena-dev/harena/internal/edge/guestconn"
 )
 
@@ -99,6 +100,46 @@ func cpuTime(b *testing.B, back *Backend) time.Duration {
 		b.Fatal(err)
 	}
 	return time.Duration(micros)*time.Microsecond + time.Duration(self.Utime.Nano()+self.Stime.Nano())
+}
+
+// BenchmarkBurst reports how many sandboxes a second 16 clients create, all of which live at once.
+func BenchmarkBurst(b *testing.B) {
+	n := newNode(b)
+	back := opened(b, n)
+	configs := make([]backend.Config, b.N)
+	for i := range configs {
+		configs[i] = n.config(b)
+	}
+	until(b, "the pool is full", func() bool { return len(back.pool.pids()) >= 2 })
+	each := func(f func(backend.Config) error) {
+		work := make(chan backend.Config)
+		var wg sync.WaitGroup
+		for range 16 {
+			wg.Go(func() {
+				for c := range work {
+					if err := f(c); err != nil {
+						b.Error(err)
+					}
+				}
+			})
+		}
+		for _, c := range configs {
+			work <- c
+		}
+		close(work)
+		wg.Wait()
+	}
+	cpu, began := cpuTime(b, back), time.Now()
+	each(func(c backend.Config) error {
+		_, err := back.Create(context.Background(), c)
+		return err
+	})
+	b.ReportMetric(float64(b.N)/time.Since(began).Seconds(), "create/s")
+	b.ReportMetric(float64((cpuTime(b, back)-cpu).Microseconds())/1000/float64(b.N), "cpu-ms/create")
+	cpu, began = cpuTime(b, back), time.Now()
+	each(func(c backend.Config) error { return back.Destroy(context.Background(), c.ID) })
+	b.ReportMetric(float64(b.N)/time.Since(began).Seconds(), "destroy/s")
+	b.ReportMetric(float64((cpuTime(b, back)-cpu).Microseconds())/1000/float64(b.N), "cpu-ms/destroy")
 }
 
 // BenchmarkExec is the round trip of a command through the backend's own connection.
