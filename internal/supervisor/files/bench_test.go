@@ -56,14 +56,14 @@ func served(b *testing.B, x *box) *http.Client {
 	p.SetUnencryptedHTTP2(true)
 	srv := &http.Server{
 		Handler: x.svc.HTTP(), Protocols: &p,
-		HTTP2: &http.HTTP2Config{MaxReadFrameSize: 256 << 10, MaxReceiveBufferPerStream: 1 << 20, MaxReceiveBufferPerConnection: 4 << 20},
+		HTTP2: &http.HTTP2Config{MaxReceiveBufferPerStream: 512 << 10, MaxReceiveBufferPerConnection: 4 << 20},
 	}
 	sock := filepath.Join(filepath.Dir(x.root), "sock")
 	l, err := net.Listen("unix", sock)
 	must(b, err)
 	go srv.Serve(l)
 	b.Cleanup(func() { srv.Close() })
-	tr := &http.Transport{Protocols: &p, HTTP2: &http.HTTP2Config{MaxReadFrameSize: 256 << 10, MaxReceiveBufferPerStream: 1 << 20}, DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
+	tr := &http.Transport{Protocols: &p, HTTP2: &http.HTTP2Config{MaxReceiveBufferPerStream: 1 << 20}, DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
 		return (&net.Dialer{}).DialContext(ctx, "unix", sock)
 	}}
 	b.Cleanup(tr.CloseIdleConnections)

@@ -377,6 +377,19 @@ func TestIdleWorkersAreFew(t *testing.T) {
 	wantKind(t, err, errs.Precondition, "stopped")
 }
 
+func TestIdleWorkersEnd(t *testing.T) {
+	b := newBox(t)
+	b.svc.pool.keep = time.Millisecond
+	b.file("f", 0, 0o644, "f")
+	for range 20 { // also while others are about to end
+		if _, err := b.read("", "/f"); err != nil {
+			t.Fatal(err)
+		}
+		time.Sleep(time.Millisecond)
+	}
+	b.waitGoneExcept(0)
+}
+
 func TestDiskFull(t *testing.T) {
 	b := newBox(t, mountTmpfs(t, "mode=755,size=4m,nr_inodes=64"))
 	b.file("f", 0, 0o644, "old")

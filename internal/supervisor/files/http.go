@@ -1,6 +1,7 @@
 package files
 
 import (
+	"context"
 	"errors"
 	"io"
 	"net/http"
@@ -8,7 +9,6 @@ import (
 	"time"
 
 	"connectrpc.com/connect"
-	"context"
 	"google.golang.org/protobuf/encoding/protojson"
 
 	harenav1 "github.com/harena-dev/harena/api/harena/v1"
@@ -105,6 +105,8 @@ func (s *Service) getFile(w http.ResponseWriter, r *http.Request, sub subject) e
 	buf := s.buffers.get()
 	defer s.buffers.put(buf)
 	guarded := &guarded{ResponseWriter: w, r: r, control: http.NewResponseController(w), buf: *buf}
+	// The connection may serve other requests later.
+	defer func() { _ = guarded.control.SetWriteDeadline(time.Time{}) }()
 	http.ServeContent(guarded, r, "", info.GetModified().AsTime(), content)
 	if content.err != nil {
 		s.cfg.Log.Warn("download ended early", "path", show(sub.path), "error", content.err)

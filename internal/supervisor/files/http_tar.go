@@ -34,6 +34,7 @@ func (s *Service) getTar(w http.ResponseWriter, r *http.Request, sub subject) er
 	}
 	w.Header().Set("Content-Type", "application/x-tar")
 	control := http.NewResponseController(w)
+	defer func() { _ = control.SetWriteDeadline(time.Time{}) }()
 	for {
 		switch {
 		case err == nil && t == frameEnd:

@@ -62,6 +62,7 @@ type process struct {
 // empty pool costs nothing: no goroutine and no timer.
 type pool struct {
 	starter Starter
+	keep    time.Duration // how long an idle worker is kept
 
 	mu     sync.Mutex
 	idle   []*process // used last at the end
@@ -173,7 +174,7 @@ func (p *pool) give(pr *process) {
 		p.idle = append(p.idle[:0], p.idle[1:]...)
 		oldest.expire.Stop()
 	}
-	pr.expire = time.AfterFunc(idleFor, func() {
+	pr.expire = time.AfterFunc(p.keep, func() {
 		if p.forget(pr) {
 			p.end(pr)
 		}

@@ -35,7 +35,7 @@ func openIn(dir int, path string, flags int, mode uint32, resolve uint64) (int, 
 		if err == nil {
 			return got, nil
 		}
-		if err != unix.EAGAIN && err != unix.EINTR {
+		if !is(err, unix.EAGAIN, unix.EINTR) {
 			return -1, err
 		}
 	}
@@ -110,7 +110,7 @@ func (w *worker) ensureDir(path string) (int, error) {
 	}
 	defer unix.Close(up)
 	if ordinary(base) {
-		if err := unix.Mkdirat(up, base, 0o755); err != nil && err != unix.EEXIST {
+		if err := unix.Mkdirat(up, base, 0o755); err != nil && !is(err, unix.EEXIST) {
 			return -1, err
 		}
 	}
@@ -192,9 +192,23 @@ func readLink(dir int, base string) (string, error) {
 	return string(buf[:n]), nil
 }
 
+// is reports whether err is, or wraps, one of several errors.
+func is(err error, those ...error) bool {
+	for _, e := range those {
+		if errors.Is(err, e) {
+			return true
+		}
+	}
+	return false
+}
+
+// isMissing reports whether err says that nothing has the name.
+func isMissing(err error) bool { return errors.Is(err, unix.ENOENT) }
+
+// retry repeats a system call that a signal interrupted.
 func retry(call func() error) error {
 	for {
-		if err := call(); !errors.Is(err, unix.EINTR) {
+		if err := call(); !is(err, unix.EINTR) {
 			return err
 		}
 	}

@@ -74,7 +74,7 @@ func New(cfg Config) *Service {
 	}
 	return &Service{
 		cfg:       cfg,
-		pool:      pool{starter: cfg.Starter, busy: make(map[*process]struct{})},
+		pool:      pool{starter: cfg.Starter, keep: idleFor, busy: make(map[*process]struct{})},
 		small:     make(chan struct{}, maxSmall),
 		transfers: make(chan struct{}, maxTransfers),
 		progress:  progressWithin,
@@ -151,8 +151,7 @@ func (s *Service) read(ctx context.Context, sub subject, offset, length, limit i
 	defer c.release()
 	rest := max(info.GetSize()-offset, 0)
 	if length == 0 {
-		// A file of size 0 may have content that its size does not tell.
-		length = max(rest, 0)
+		length = rest
 		if length > limit {
 			c.closeRead()
 			return nil, tooLarge("bytes of a read", limit, length)

@@ -181,7 +181,7 @@ func (t *tarIn) dirOf(name string) (int, error) {
 
 func (t *tarIn) ensure(name string) (int, error) {
 	dir, err := t.below(name, unix.O_PATH)
-	if err != unix.ENOENT || name == "." {
+	if !isMissing(err) || name == "." {
 		return dir, err
 	}
 	up, err := t.ensure(path.Dir(name))
@@ -189,7 +189,7 @@ func (t *tarIn) ensure(name string) (int, error) {
 		return -1, err
 	}
 	defer unix.Close(up)
-	if err := unix.Mkdirat(up, path.Base(name), defaultDirMode); err != nil && err != unix.EEXIST {
+	if err := unix.Mkdirat(up, path.Base(name), defaultDirMode); err != nil && !is(err, unix.EEXIST) {
 		return -1, err
 	}
 	return t.below(name, unix.O_PATH)
@@ -198,7 +198,7 @@ func (t *tarIn) ensure(name string) (int, error) {
 // below opens an existing directory below root.
 func (t *tarIn) below(name string, flags int) (int, error) {
 	dir, err := openIn(t.root, name, flags|unix.O_DIRECTORY, 0, unix.RESOLVE_BENEATH)
-	if errors.Is(err, unix.EXDEV) {
+	if is(err, unix.EXDEV) {
 		err = &failure{code: failOutside, text: name}
 	}
 	if err != nil {
@@ -216,10 +216,10 @@ func (t *tarIn) below(name string, flags int) (int, error) {
 func (t *tarIn) making(dir int, base string, create func() error) error {
 	err := create()
 	for range replaceTries {
-		if err != unix.EEXIST {
+		if !is(err, unix.EEXIST) {
 			break
 		}
-		if err := unix.Unlinkat(dir, base, 0); err != nil && err != unix.ENOENT {
+		if err := unix.Unlinkat(dir, base, 0); err != nil && !is(err, unix.ENOENT) {
 			return err
 		}
 		err = create()
@@ -267,7 +267,7 @@ func (t *tarIn) copy(out int, content io.Reader) error {
 
 func (t *tarIn) directory(dir int, base, name string, h *tar.Header) error {
 	err := unix.Mkdirat(dir, base, 0o700)
-	if err == unix.EEXIST {
+	if is(err, unix.EEXIST) {
 		existing, openErr := t.below(name, unix.O_PATH)
 		if openErr == nil {
 			// A directory, or a link to one below: what tar calls keeping directory links.
@@ -317,7 +317,7 @@ func (t *tarIn) special(dir int, base string, h *tar.Header, create func() error
 // finishDir gives a directory its attributes.
 func (t *tarIn) finishDir(d dirAttrs) error {
 	dir, err := t.below(d.name, unix.O_RDONLY)
-	if isMissing(err) || errors.Is(err, unix.ENOTDIR) {
+	if isMissing(err) || is(err, unix.ENOTDIR) {
 		return nil // a later entry has replaced it
 	}
 	if err != nil {
@@ -344,7 +344,7 @@ func (t *tarIn) attributes(fd int, h *tar.Header) error {
 		if !ok || !kept(name) || name == capability && !t.keepOwners {
 			continue
 		}
-		if err := unix.Fsetxattr(fd, name, []byte(value), 0); err != nil && err != unix.EOPNOTSUPP {
+		if err := unix.Fsetxattr(fd, name, []byte(value), 0); err != nil && !is(err, unix.EOPNOTSUPP) {
 			return err
 		}
 	}
@@ -353,7 +353,7 @@ func (t *tarIn) attributes(fd int, h *tar.Header) error {
 
 // ownerError explains why an owner could not be set: a sandbox has 65,536 IDs.
 func ownerError(err error, h *tar.Header) error {
-	if err != unix.EINVAL {
+	if !is(err, unix.EINVAL) {
 		return err
 	}
 	return &failure{code: failBadTar, text: fmt.Sprintf("the owner %d:%d of %s is not in the sandbox's range of IDs", h.Uid, h.Gid, show(h.Name))}

@@ -219,7 +219,7 @@ func (t *tarOut) leaveOut(err error) error {
 
 func (t *tarOut) symlink(dir int, base, name string, st *unix.Stat_t) error {
 	link, err := readLink(dir, base)
-	if err == unix.EINVAL {
+	if is(err, unix.EINVAL) {
 		return t.leaveOut(&failure{code: failChanged})
 	}
 	if err != nil {
@@ -232,7 +232,7 @@ func (t *tarOut) symlink(dir int, base, name string, st *unix.Stat_t) error {
 
 func (t *tarOut) directory(dir int, base, name string, depth int) error {
 	fd, err := openIn(dir, base, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_NOFOLLOW|unix.O_NONBLOCK, 0, 0)
-	if err == unix.ENOTDIR || err == unix.ELOOP {
+	if is(err, unix.ENOTDIR, unix.ELOOP) {
 		return t.leaveOut(&failure{code: failChanged})
 	}
 	if err != nil {
@@ -270,7 +270,7 @@ func (t *tarOut) dirHeader(fd int, st *unix.Stat_t, name string) error {
 // shrinks fails, since its size has been said already.
 func (t *tarOut) regular(dir int, base, name string, seen *unix.Stat_t) error {
 	fd, err := openIn(dir, base, unix.O_RDONLY|unix.O_NOFOLLOW|unix.O_NONBLOCK|unix.O_NOCTTY, 0, 0)
-	if err == unix.ELOOP || err == unix.ENXIO {
+	if is(err, unix.ELOOP, unix.ENXIO) {
 		return t.leaveOut(&failure{code: failChanged})
 	}
 	if err != nil {
@@ -369,7 +369,7 @@ func kept(name string) bool {
 // xattrs reads the extended attributes of an open file as PAX records; nil for none.
 func xattrs(fd int) (map[string]string, error) {
 	n, err := unix.Flistxattr(fd, nil)
-	if err == unix.EOPNOTSUPP || err == unix.ENOSYS || err == nil && n == 0 {
+	if is(err, unix.EOPNOTSUPP, unix.ENOSYS) || err == nil && n == 0 {
 		return nil, nil
 	}
 	if err != nil {
@@ -391,7 +391,7 @@ func xattrs(fd int) (map[string]string, error) {
 			value = make([]byte, maxXattrValue)
 		}
 		n, err := unix.Fgetxattr(fd, name, value)
-		if err == unix.ENODATA || err == unix.EACCES || err == unix.EPERM {
+		if is(err, unix.ENODATA, unix.EACCES, unix.EPERM) {
 			continue // gone, or not this user's to read
 		}
 		if err != nil {

@@ -243,7 +243,7 @@ func (f fd) Read(p []byte) (int, error) {
 	for {
 		n, err := unix.Read(int(f), p)
 		switch {
-		case err == unix.EINTR:
+		case is(err, unix.EINTR):
 			continue
 		case err != nil:
 			return 0, err
@@ -259,7 +259,7 @@ func (f fd) Write(p []byte) (int, error) {
 	done := 0
 	for done < len(p) {
 		n, err := unix.Write(int(f), p[done:])
-		if err == unix.EINTR {
+		if is(err, unix.EINTR) {
 			continue
 		}
 		if err != nil {

@@ -101,7 +101,7 @@ func (l *lister) entry(dir int, path, name string) error {
 	fd, err := openIn(dir, name, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_NOFOLLOW|unix.O_NONBLOCK, 0, 0)
 	if err != nil {
 		// It vanished, or is not this user's to read: it is listed, not entered.
-		if isMissing(err) || err == unix.ENOTDIR || err == unix.ELOOP || err == unix.EACCES {
+		if isMissing(err) || is(err, unix.ENOTDIR, unix.ELOOP, unix.EACCES) {
 			return nil
 		}
 		return tell(err, path)

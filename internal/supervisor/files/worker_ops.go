@@ -74,7 +74,7 @@ func (w *worker) makeDir(m *harenav1.MakeDirRequest) (*harenav1.FileInfo, error)
 	}
 	defer unix.Close(dir)
 	err = unix.Mkdirat(dir, base, mode)
-	if err == unix.EEXIST && m.GetParents() {
+	if is(err, unix.EEXIST) && m.GetParents() {
 		return w.existingDir(path, true)
 	}
 	if err != nil {
@@ -96,7 +96,7 @@ func (w *worker) makeDir(m *harenav1.MakeDirRequest) (*harenav1.FileInfo, error)
 
 func (w *worker) existingDir(path string, fine bool) (*harenav1.FileInfo, error) {
 	fd, err := w.openDir(path)
-	if err == unix.ENOTDIR {
+	if is(err, unix.ENOTDIR) {
 		err = unix.EEXIST
 	}
 	if err != nil {
@@ -135,11 +135,11 @@ func (w *worker) move(m *harenav1.MoveRequest) (*harenav1.FileInfo, error) {
 		flags = unix.RENAME_NOREPLACE
 	}
 	err = unix.Renameat2(fromDir, fromBase, toDir, toBase, flags)
-	if err == unix.EXDEV {
+	if is(err, unix.EXDEV) {
 		err = w.moveByCopy(fromDir, fromBase, toDir, toBase, flags)
 	}
 	switch {
-	case err == unix.EEXIST || err == unix.ENOTEMPTY:
+	case is(err, unix.EEXIST, unix.ENOTEMPTY):
 		return nil, tell(err, to)
 	case err != nil:
 		return nil, err

@@ -28,7 +28,7 @@ func (w *worker) openRegular(path string) (int, *unix.Stat_t, error) {
 			return -1, nil, err
 		}
 		got, err := w.open(path, unix.O_RDONLY|unix.O_NONBLOCK|unix.O_NOCTTY)
-		if err == unix.ENXIO || err == unix.ENOENT || err == unix.ENODEV {
+		if is(err, unix.ENXIO, unix.ENOENT, unix.ENODEV) {
 			continue // swapped; the next look tells by what
 		}
 		if err != nil {
@@ -128,7 +128,7 @@ func pread(fd int, p []byte, offset int64) (int, error) {
 	done := 0
 	for done < len(p) {
 		n, err := unix.Pread(fd, p[done:], offset+int64(done))
-		if err == unix.EINTR {
+		if is(err, unix.EINTR) {
 			continue
 		}
 		if err != nil {

@@ -1,8 +1,6 @@
 package files
 
 import (
-	"errors"
-
 	"golang.org/x/sys/unix"
 
 	harenav1 "github.com/harena-dev/harena/api/harena/v1"
@@ -43,7 +41,7 @@ func (w *worker) remove(m *harenav1.RemoveRequest) (*harenav1.FileInfo, error) {
 // removeOne removes a file or an empty directory.
 func removeOne(dir int, base string) error {
 	err := unix.Unlinkat(dir, base, 0)
-	if err == unix.EISDIR {
+	if is(err, unix.EISDIR) {
 		return unix.Unlinkat(dir, base, unix.AT_REMOVEDIR)
 	}
 	return err
@@ -74,7 +72,7 @@ type level struct {
 // checks that this leads where it came from, for the tree may be moved meanwhile.
 func (w *worker) removeTree(dir int, base string) error {
 	err := removeOne(dir, base)
-	if err != unix.ENOTEMPTY && err != unix.EEXIST {
+	if !is(err, unix.ENOTEMPTY, unix.EEXIST) {
 		return err
 	}
 	above, err := placeOf(dir)
@@ -163,7 +161,7 @@ func (r *remover) step() error {
 	name := top.pending[last]
 	err := removeOne(r.cur, name)
 	switch {
-	case errors.Is(err, unix.ENOTEMPTY), errors.Is(err, unix.EEXIST):
+	case is(err, unix.ENOTEMPTY), is(err, unix.EEXIST):
 		if err := r.down(r.cur, name); err != nil {
 			return fail(err, join(r.path(), name))
 		}

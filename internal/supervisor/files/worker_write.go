@@ -2,7 +2,6 @@ package files
 
 import (
 	"crypto/rand"
-	"errors"
 	"io"
 
 	"golang.org/x/sys/unix"
@@ -128,7 +127,7 @@ func linksNameless(dir int) bool {
 
 // nameless reports whether err says that O_TMPFILE is not known here.
 func nameless(err error) bool {
-	return err == unix.EOPNOTSUPP || err == unix.EISDIR || err == unix.ENOENT || err == unix.EINVAL
+	return is(err, unix.EOPNOTSUPP, unix.EISDIR, unix.ENOENT, unix.EINVAL)
 }
 
 func tempName() string { return tempPrefix + rand.Text() }
@@ -187,6 +186,3 @@ func (f *newFile) discard() {
 	}
 	unix.Close(f.fd)
 }
-
-// isMissing reports whether err says that nothing has the name.
-func isMissing(err error) bool { return errors.Is(err, unix.ENOENT) }

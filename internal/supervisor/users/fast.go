@@ -2,6 +2,7 @@ package users
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"os"
@@ -124,7 +125,7 @@ func (f *fast) examine(name string) (*os.File, stamp, error) {
 			unix.RESOLVE_NO_SYMLINKS | unix.RESOLVE_NO_MAGICLINKS,
 	}
 	fd, err := unix.Openat2(f.root, name, &how)
-	if err == unix.ENOENT {
+	if errors.Is(err, unix.ENOENT) {
 		return nil, stamp{}, nil
 	}
 	if err != nil {
