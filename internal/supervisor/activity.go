@@ -35,7 +35,9 @@ type activity struct {
 
 func newActivity() *activity {
 	a := &activity{last: time.Now(), running: func() (int, int) { return 0, 0 }}
+	// A fresh supervisor is small: nothing to do before the first call.
 	a.timer = time.AfterFunc(trimAfter, a.trim)
+	a.timer.Stop()
 	return a
 }
 

@@ -3,6 +3,7 @@ package supervisor
 import (
 	"net/http"
 	"net/http/httptest"
+	"os"
 	"runtime"
 	"runtime/debug"
 	"testing"
@@ -11,8 +12,7 @@ import (
 func TestActivity(t *testing.T) {
 	defer debug.SetGCPercent(debug.SetGCPercent(100))
 	a := newActivity()
-	a.timer.Stop() // the test says when
-	defer func() { a.timer.Stop() }()
+	defer func() { a.timer.Stop() }() // the test says when
 	commands := 0
 	a.watch(func() (int, int) { return commands, 0 })
 	inside, leave := make(chan bool), make(chan bool)
@@ -71,7 +71,6 @@ func TestActivity(t *testing.T) {
 func TestTrimReturnsMemory(t *testing.T) {
 	defer debug.SetGCPercent(debug.SetGCPercent(100))
 	a := newActivity()
-	a.timer.Stop()
 	func() {
 		garbage := make([]byte, 2*worthTrimming)
 		for i := 0; i < len(garbage); i += 4096 {
@@ -84,5 +83,27 @@ func TestTrimReturnsMemory(t *testing.T) {
 	runtime.ReadMemStats(&after)
 	if kept := after.HeapInuse + after.HeapIdle - after.HeapReleased; after.NumForcedGC == before.NumForcedGC || kept > worthTrimming {
 		t.Errorf("%d bytes are kept after a trim", kept)
+	}
+}
+
+func TestWarmGivesWay(t *testing.T) {
+	asked := 0
+	if err := warm(func() bool { asked++; return asked == 3 }); err != nil || asked != 3 {
+		t.Errorf("warm went on to step %d, %v", asked, err)
+	}
+	if err := warm(func() bool { return false }); err != nil {
+		t.Error(err)
+	}
+	r, w, err := os.Pipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer r.Close()
+	if readable(r) {
+		t.Error("an empty pipe is readable")
+	}
+	w.Close()
+	if !readable(r) {
+		t.Error("a pipe at its end is not readable")
 	}
 }

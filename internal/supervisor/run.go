@@ -91,10 +91,10 @@ func Run(c Config) error {
 	if err != nil {
 		return errors.Join(err, claim.Write(c.Channel, &guestv1.LaunchResult{Error: text(err)}))
 	}
-	if err := warm(); err != nil {
+	if err := claim.Write(c.Channel, &guestv1.LaunchResult{}); err != nil {
 		return errors.Join(err, prepared.Close())
 	}
-	if err := claim.Write(c.Channel, &guestv1.LaunchResult{}); err != nil {
+	if err := warm(func() bool { return readable(c.Channel) }); err != nil {
 		return errors.Join(err, prepared.Close())
 	}
 	var l guestv1.Launch
