@@ -250,6 +250,10 @@ func TestDaemonDoesNotHoldTheCall(t *testing.T) {
 func TestReconnectListAndKill(t *testing.T) {
 	b := create(t)
 	id := b.start(&harenav1.Command{Shell: "echo one; echo two >&2; sleep 100", Tag: "mine"})
+	eventually(t, "it has printed", 20*time.Second, func() bool {
+		out := b.follow(&harenav1.ConnectRequest{CommandId: id, NoFollow: true})
+		return len(out.stdout) == 4 && len(out.stderr) == 4
+	})
 	// A client that saw the first 2 bytes goes on where it was.
 	ctx, cancel := context.WithCancel(within(t, time.Minute))
 	stream, err := the.exec.Connect(ctx, connect.NewRequest(&harenav1.ConnectRequest{SandboxId: b.id, CommandId: id, StdoutOffset: 2}))

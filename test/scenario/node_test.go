@@ -6,7 +6,7 @@
 //
 //	HARENA_URL, HARENA_TOKEN    where it is
 //	HARENA_TEST_BACKEND         container (default), microvm, vm
-//	HARENA_TEST_IMAGE           a base layer with Debian's essential packages and python3
+//	HARENA_TEST_IMAGE           a base layer with Debian's essential packages, python3 and sudo
 package scenario
 
 import (
@@ -61,7 +61,7 @@ func TestMain(m *testing.M) {
 
 func run(m *testing.M) (code int, err error) {
 	the = &node{url: os.Getenv("HARENA_URL"), token: os.Getenv("HARENA_TOKEN"),
-		backend: env("HARENA_TEST_BACKEND", "container"), image: env("HARENA_TEST_IMAGE", "scenario-base:12")}
+		backend: env("HARENA_TEST_BACKEND", "container"), image: env("HARENA_TEST_IMAGE", "debian:12")}
 	if the.url == "" {
 		own, err := startOwn()
 		if err != nil {
@@ -114,30 +114,52 @@ func (b bearer) RoundTrip(r *http.Request) (*http.Response, error) {
 	return b.next.RoundTrip(r)
 }
 
-// importBase makes the image of the scenarios from real packages.
+// importBase makes the image of the scenarios from real packages, by the line with which the README begins.
 func (n *node) importBase() error {
 	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Minute)
 	defer cancel()
 	if _, err := n.layers.Get(ctx, connect.NewRequest(&harenav1.GetLayerRequest{Name: n.image})); err == nil {
 		return nil
 	}
-	fmt.Println("scenario: making the base layer from Debian packages")
-	stream, err := n.layers.Import(ctx, connect.NewRequest(&harenav1.ImportRequest{Name: n.image, Source: "debootstrap:bookworm:python3-minimal,sudo"}))
+	blocks, err := readmeBlocks()
 	if err != nil {
 		return err
 	}
-	defer stream.Close()
-	var layer *harenav1.Layer
-	for stream.Receive() {
-		layer = stream.Msg().GetLayer()
+	line, _, _ := strings.Cut(blocks["cli"], "\n")
+	if !strings.HasPrefix(line, "harena layer import --name "+n.image+" ") {
+		return fmt.Errorf("README.md does not begin with the import of %s but with %q", n.image, line)
 	}
-	if err := stream.Err(); err != nil {
-		return fmt.Errorf("import the base layer: %w", err)
-	}
-	if layer == nil {
-		return fmt.Errorf("import ended without a layer")
+	fmt.Println("scenario:", line)
+	if out, err := n.shell(ctx, line); err != nil {
+		return fmt.Errorf("%s: %w: %s", line, err, out)
 	}
 	return nil
+}
+
+// shell runs a script as a user of the CLI would, with the node's address and token in its environment.
+func (n *node) shell(ctx context.Context, script string) (string, error) {
+	cmd := exec.CommandContext(ctx, "bash", "-euo", "pipefail", "-c", script)
+	cmd.Env = append(os.Environ(), "HARENA_URL="+n.url, "HARENA_TOKEN="+n.token, "PATH="+filepath.Dir(program("harena"))+":"+os.Getenv("PATH"))
+	out, err := cmd.CombinedOutput()
+	return string(out), err
+}
+
+// readmeBlocks returns the README's shell blocks that are marked <!-- test: NAME -->.
+func readmeBlocks() (map[string]string, error) {
+	text, err := os.ReadFile(filepath.Join("..", "..", "README.md"))
+	if err != nil {
+		return nil, err
+	}
+	blocks := map[string]string{}
+	for _, part := range strings.Split(string(text), "<!-- test: ")[1:] {
+		name, rest, _ := strings.Cut(part, " -->\n```sh\n")
+		block, _, ok := strings.Cut(rest, "```")
+		if !ok {
+			return nil, fmt.Errorf("README.md: the block %q is not closed", name)
+		}
+		blocks[name] = block
+	}
+	return blocks, nil
 }
 
 // ownNode is a `harena up` of this suite.
