@@ -261,7 +261,7 @@ func TestReconnectListAndKill(t *testing.T) {
 		t.Fatal(explain(err))
 	}
 	var got output
-	for !(string(got.stdout) == "e\n" && string(got.stderr) == "two\n") {
+	for string(got.stdout) != "e\n" || string(got.stderr) != "two\n" {
 		if !stream.Receive() {
 			t.Fatalf("ended with %q %q: %v", got.stdout, got.stderr, stream.Err())
 		}
