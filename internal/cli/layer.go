@@ -224,7 +224,7 @@ func (a *app) layerGC() *cobra.Command {
 }
 
 // progress reports long work on standard error: one line that is written over on
-// a terminal, a line a phase elsewhere, nothing with --json.
+// a terminal, a line a phase and every few seconds elsewhere, nothing with --json.
 type progress struct {
 	a     *app
 	mode  string // line, lines, none
@@ -244,8 +244,11 @@ func (a *app) newProgress() *progress {
 	return p
 }
 
-// redraw is how often the line changes at most.
-const redraw = 100 * time.Millisecond
+// redraw is how often the line changes at most, and another one of the same phase is written where lines stay.
+const (
+	redraw = 100 * time.Millisecond
+	relist = 10 * time.Second
+)
 
 func (p *progress) report(phase, message string, done, total int64) {
 	text := phase
@@ -255,8 +258,8 @@ func (p *progress) report(phase, message string, done, total int64) {
 	switch {
 	case p.mode == "none" || phase == "done":
 	case p.mode == "lines":
-		if text != p.phase {
-			p.phase = text
+		if phase != p.phase || time.Since(p.drawn) >= relist {
+			p.phase, p.drawn = phase, time.Now()
 			fmt.Fprintln(p.a.Stderr, text)
 		}
 	case time.Since(p.drawn) >= redraw || phase != p.phase:
