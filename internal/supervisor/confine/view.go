@@ -78,6 +78,10 @@ var (
 	// Group 5 is tty in every distribution.
 	PtsOptions = []Option{{"newinstance", ""}, {"ptmxmode", "0666"}, {"mode", "0620"}, {"gid", "5"}}
 	// OverlayOptions turn off what reads trusted.overlay.* of layers (redirect, metacopy) or ties an upper
-	// to one node or costs a write to it (index, uuid). xino keeps inode numbers of the layers apart.
-	OverlayOptions = []Option{{"index", "off"}, {"metacopy", "off"}, {"redirect_dir", "nofollow"}, {"uuid", "null"}, {"xino", "auto"}}
+	// to one node or costs a write to it (index, uuid). xino keeps inode numbers of the layers apart. Volatile: without it
+	// the end of every sandbox, and syncfs inside, write all dirty data of the node's disk (ovl_sync_fs syncs the whole file
+	// system of the upper). A sandbox ends with the machine's boot, so its files need no sync of their own.
+	OverlayOptions = []Option{
+		{"index", "off"}, {"metacopy", "off"}, {"redirect_dir", "nofollow"}, {"uuid", "null"}, {"xino", "auto"}, {"volatile", ""},
+	}
 )

@@ -120,7 +120,11 @@ func replace(path string, with func(string) error) error {
 // TestFilesOnly starts on the layer of an earlier sandbox, which may have spoiled it, and runs nothing.
 func TestFilesOnly(t *testing.T) {
 	b := start(t, options{})
-	b.sh(t, "echo kept > /etc/hosts; rm /etc/resolv.conf; ln -s /nowhere /etc/resolv.conf")
+	b.sh(t, "echo kept > /etc/hosts; rm /etc/resolv.conf; ln -s /nowhere /etc/resolv.conf; sync; sync /etc/hosts")
+	// The end of a sandbox must not wait until the node's disk has taken all that was written to it.
+	if got := b.sh(t, "cat /proc/mounts"); !strings.Contains(strings.SplitN(got, "\n", 2)[0], "volatile") {
+		t.Errorf("the root is not volatile: %s", got)
+	}
 	mustDo(t, b.Close())
 	upper := b.launch
 	again := start(t, options{lowers: b.launch.GetLowers(), edit: func(l *guestv1.Launch) {

@@ -77,9 +77,17 @@ func mountOverlay(lowers []string, upper, work string, userns *os.File, idBase i
 		}
 	}
 	for _, o := range confine.OverlayOptions {
-		if err := unix.FsconfigSetString(fs, o.Key, o.Value); err != nil {
+		if o.Value == "" {
+			err = unix.FsconfigSetFlag(fs, o.Key)
+		} else {
+			err = unix.FsconfigSetString(fs, o.Key, o.Value)
+		}
+		if err != nil {
 			return -1, overlayError(fs, o.Key, err)
 		}
+	}
+	if err := clearVolatile(writable, filepath.Base(work)); err != nil {
+		return -1, err
 	}
 	if err := unix.FsconfigSetString(fs, "source", "overlay"); err != nil {
 		return -1, overlayError(fs, "source", err)
@@ -92,6 +100,25 @@ func mountOverlay(lowers []string, upper, work string, userns *os.File, idBase i
 		return -1, overlayError(fs, "mount", err)
 	}
 	return m, nil
+}
+
+// clearVolatile removes the mark that a volatile overlay leaves in its work directory: with it the kernel refuses another
+// mount, since a loss of power may have torn the files. The edge starts on a used layer only to read what is left there.
+func clearVolatile(parent int, work string) error {
+	mark := work + "/work/incompat/volatile"
+	for _, m := range []struct {
+		path  string
+		flags int
+	}{{mark + "/dirty", 0}, {mark, unix.AT_REMOVEDIR}} {
+		err := unix.Unlinkat(parent, m.path, m.flags)
+		if errors.Is(err, unix.ENOENT) {
+			return nil // a new layer
+		}
+		if err != nil {
+			return fmt.Errorf("prepare %s for another mount: %w", work, err)
+		}
+	}
+	return nil
 }
 
 // idmapped is a detached clone of the mount at dir, mapped to the user namespace's IDs.
