@@ -123,14 +123,14 @@ func (m *Mounts) Acquire(ctx context.Context, d Digest, owner string) (string, e
 	e := m.entry(d)
 	had := e.owners[owner]
 	e.owners[owner] = true // from here on it is not unmounted
-	if e.mounted {
-		m.mu.Unlock()
-		return m.path(d), nil
-	}
 	e.waiting++
+	mounted := e.mounted
 	m.mu.Unlock()
 
-	err := m.ensure(d, e)
+	var err error
+	if !mounted || !isMounted(m.path(d)) {
+		err = m.ensure(d, e)
+	}
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	e.waiting--
@@ -175,9 +175,10 @@ func (m *Mounts) ensure(d Digest, e *mountEntry) error {
 	m.mu.Lock()
 	mounted := e.mounted
 	m.mu.Unlock()
-	if mounted {
+	if mounted && isMounted(m.path(d)) {
 		return nil
 	}
+	// A mount that somebody took away would leave an empty directory in the place of the layer.
 	if err := m.mount(d); err != nil {
 		return err
 	}
@@ -185,6 +186,13 @@ func (m *Mounts) ensure(d Digest, e *mountEntry) error {
 	defer m.mu.Unlock()
 	e.mounted = true
 	return nil
+}
+
+// isMounted tells whether a file system is mounted on dir; statx(2).
+func isMounted(dir string) bool {
+	var st unix.Statx_t
+	err := unix.Statx(unix.AT_FDCWD, dir, unix.AT_SYMLINK_NOFOLLOW|unix.AT_NO_AUTOMOUNT, 0, &st)
+	return err == nil && st.Attributes&unix.STATX_ATTR_MOUNT_ROOT != 0
 }
 
 func (m *Mounts) mount(d Digest) error {

@@ -313,3 +313,33 @@ func TestLongDataPath(t *testing.T) {
 		t.Errorf("found %v, %v", found, err)
 	}
 }
+
+// TestLostMount: a layer whose mount was taken away from outside is mounted again, not given out as an empty directory.
+func TestLostMount(t *testing.T) {
+	s := openStore(t, t.TempDir())
+	m := openMounts(t, s, 4)
+	d := importFiles(t, s, "a", Base, entry{"f", "x", 0}).Layer.Digest
+	for _, owner := range []string{"x", "x", "y"} {
+		dir, err := m.Acquire(context.Background(), d, owner)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, err := os.Stat(filepath.Join(dir, "f")); err != nil {
+			t.Errorf("acquired for %s: %v", owner, err)
+		}
+		if err := unix.Unmount(dir, unix.MNT_DETACH); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for _, owner := range []string{"x", "y"} {
+		if err := m.Release(owner); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := m.Sweep(); err != nil {
+		t.Errorf("a mount that is gone cannot be given up: %v", err)
+	}
+	if err := m.Close(); err != nil {
+		t.Error(err)
+	}
+}
