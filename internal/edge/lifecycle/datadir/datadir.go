@@ -65,6 +65,8 @@ type nodeFile struct {
 
 type bind struct {
 	Boot string `json:"boot"`
+	// Below is the ID of the mount that it covers, if there was one on the very directory.
+	Below int `json:"below,omitempty"`
 }
 
 // Open makes the directory if need be, and takes it. Errors of kind precondition: another server has it, a newer
@@ -80,6 +82,11 @@ func Open(path string, o Options) (_ *Dir, err error) {
 	if err := os.MkdirAll(path, 0o700); err != nil {
 		return nil, d.fault("make the data directory", err)
 	}
+	// Only what exists can be freed from symbolic links; mounts are listed without them.
+	if d.path, err = clean(path); err != nil {
+		return nil, err
+	}
+	path = d.path
 	// It may have been made by hand, or by a package, with other rights.
 	if err := os.Chmod(path, 0o700); err != nil {
 		return nil, d.fault("protect the data directory", err)

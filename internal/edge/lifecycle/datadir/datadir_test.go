@@ -305,6 +305,88 @@ func TestMount(t *testing.T) {
 	}
 }
 
+// TestMountIsNotStacked: a mount left half made is made whole, and one of somebody else stays below.
+func TestMountIsNotStacked(t *testing.T) {
+	p := newPlace(t)
+	o := Options{Rand: rand.Reader, Slots: p.slots}
+	path := p.dir("a")
+	if err := os.Mkdir(path, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	if err := unix.Mount("tmpfs", path, "tmpfs", unix.MS_NOSUID|unix.MS_NODEV, ""); err != nil {
+		t.Skip(err)
+	}
+	t.Cleanup(func() {
+		for unix.Unmount(path, unix.MNT_DETACH) == nil {
+		}
+	})
+	if err := unix.Mount("", path, "", unix.MS_PRIVATE, ""); err != nil {
+		t.Fatal(err)
+	}
+	count := func() (n int) {
+		mounts, err := Mounts()
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, m := range mounts {
+			if m.Point == path {
+				n++
+			}
+		}
+		return n
+	}
+	var d *Dir
+	for i, prepare := range []func(){
+		func() {},
+		func() {},
+		// A server was killed between the steps.
+		func() { _ = unix.Mount("", path, "", unix.MS_BIND|unix.MS_REMOUNT, "") },
+		func() { _ = unix.Mount("", path, "", unix.MS_SHARED, "") },
+		// A server was killed after it had written that it would mount.
+		func() { _ = unix.Unmount(path, unix.MNT_DETACH) },
+	} {
+		prepare()
+		var err error
+		if d, err = Open(path, o); err != nil {
+			t.Fatal(err)
+		}
+		if n := count(); n != 2 {
+			t.Errorf("%d: %d mounts, want the one that was there and ours", i, n)
+		}
+		if top, err := topMount(path); err != nil || !top.has("nosuid") || !top.has("nodev") || top.Shared {
+			t.Errorf("%d: %+v, %v", i, top, err)
+		}
+		if i < 4 {
+			_ = d.Close()
+		}
+	}
+	if err := d.Down(); err != nil {
+		t.Fatal(err)
+	}
+	if n := count(); n != 1 {
+		t.Errorf("%d mounts after down, want the one that was there", n)
+	}
+}
+
+// TestPathThroughLink: the path is that of the real directory from the first start on.
+func TestPathThroughLink(t *testing.T) {
+	p := newPlace(t)
+	if err := os.Mkdir(p.dir("real"), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Symlink("real", p.dir("link")); err != nil {
+		t.Fatal(err)
+	}
+	d, err := Open(filepath.Join(p.dir("link"), "new"), Options{Rand: rand.Reader, Slots: p.slots, NoMount: true})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = d.Close() })
+	if want := filepath.Join(p.dir("real"), "new"); d.Path() != want {
+		t.Errorf("path %s, want %s", d.Path(), want)
+	}
+}
+
 func TestFault(t *testing.T) {
 	for err, kind := range map[error]errs.Kind{
 		unix.ENOSPC: errs.Capacity, unix.EDQUOT: errs.Capacity, unix.EMFILE: errs.Capacity,

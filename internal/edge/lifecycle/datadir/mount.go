@@ -74,46 +74,57 @@ func (m Mount) has(option string) bool {
 
 // bindMount mounts the directory on itself, private, nosuid and nodev, unless that was done since the machine booted.
 // Uppers keep canonical IDs: a setuid-root file made inside would be one for the node's users too.
+//
+// What lies on top of the directory is ours when node.json says that we made one in this boot and it is not what lay there before.
+// It is never mounted over again: one that was left half made is made whole.
 func (d *Dir) bindMount() error {
-	mounts, err := Mounts()
+	top, err := topMount(d.path)
 	if err != nil {
 		return err
 	}
-	for i := len(mounts) - 1; i >= 0; i-- {
-		m := mounts[i]
-		if m.Point != d.path {
-			continue
+	ours := top.ID != 0 && d.node.Bind != nil && d.node.Bind.Boot == d.boot && d.node.Bind.Below != top.ID
+	if !ours {
+		changed := d.node
+		changed.Bind = &bind{Boot: d.boot, Below: top.ID}
+		if err := d.saveNode(changed); err != nil {
+			return err
 		}
-		if m.has("nosuid") && m.has("nodev") && !m.Shared && d.node.Bind != nil && d.node.Bind.Boot == d.boot {
-			d.bound = true
-			return nil
-		}
-		break
-	}
-	changed := d.node
-	changed.Bind = &bind{Boot: d.boot}
-	if err := d.saveNode(changed); err != nil {
-		return err
-	}
-	steps := []struct {
-		source string
-		flags  uintptr
-	}{
-		{d.path, unix.MS_BIND | unix.MS_REC},
-		{"", unix.MS_PRIVATE | unix.MS_REC},
-		{"", unix.MS_BIND | unix.MS_REMOUNT | unix.MS_NOSUID | unix.MS_NODEV},
-	}
-	for i, s := range steps {
-		if err := unix.Mount(s.source, d.path, "", s.flags, ""); err != nil {
-			if i > 0 {
-				_ = unix.Unmount(d.path, unix.MNT_DETACH)
-			}
-			if errors.Is(err, unix.EPERM) || errors.Is(err, unix.EACCES) {
-				return errs.E(errs.Precondition, "cannot mount %s on itself: no permission", d.path).WithHint("run as root, with CAP_SYS_ADMIN")
-			}
-			return fmt.Errorf("mount %s on itself: %w", d.path, err)
+		if err := unix.Mount(d.path, d.path, "", unix.MS_BIND|unix.MS_REC, ""); err != nil {
+			return d.mountFault(err)
 		}
 	}
 	d.bound = true
+	if ours && top.has("nosuid") && top.has("nodev") && !top.Shared {
+		return nil
+	}
+	for _, flags := range []uintptr{unix.MS_PRIVATE | unix.MS_REC, unix.MS_BIND | unix.MS_REMOUNT | unix.MS_NOSUID | unix.MS_NODEV} {
+		if err := unix.Mount("", d.path, "", flags, ""); err != nil {
+			if !ours {
+				_ = unix.Unmount(d.path, unix.MNT_DETACH)
+			}
+			return d.mountFault(err)
+		}
+	}
 	return nil
+}
+
+func (d *Dir) mountFault(err error) error {
+	if errors.Is(err, unix.EPERM) || errors.Is(err, unix.EACCES) {
+		return errs.E(errs.Precondition, "cannot mount %s on itself: no permission", d.path).WithHint("run as root, with CAP_SYS_ADMIN")
+	}
+	return fmt.Errorf("mount %s on itself: %w", d.path, err)
+}
+
+// topMount returns the mount that is seen at path, one without an ID when nothing is mounted there.
+func topMount(path string) (Mount, error) {
+	mounts, err := Mounts()
+	if err != nil {
+		return Mount{}, err
+	}
+	for i := len(mounts) - 1; i >= 0; i-- {
+		if mounts[i].Point == path {
+			return mounts[i], nil
+		}
+	}
+	return Mount{}, nil
 }
