@@ -5,8 +5,6 @@ import (
 	"net/http"
 	"path/filepath"
 
-	"connectrpc.com/connect"
-
 	guestv1 "github.com/harena-dev/harena/api/harena/guest/v1"
 	"github.com/harena-dev/harena/api/harena/v1/harenav1connect"
 	"github.com/harena-dev/harena/internal/cgroup"
@@ -85,15 +83,15 @@ func (c container) Services(e supervisor.Env) (supervisor.Services, error) {
 		return supervisor.Services{}, err
 	}
 
-	limit := connect.WithReadMaxBytes(supervisor.MaxMessage)
+	options := supervisor.HandlerOptions()
 	return supervisor.Services{
 		Handlers: map[string]func() http.Handler{
 			"/" + harenav1connect.ExecServiceName + "/": func() http.Handler {
-				_, h := execService.Handler(limit)
+				_, h := execService.Handler(options)
 				return h
 			},
 			"/" + harenav1connect.FileServiceName + "/": func() http.Handler {
-				_, h := harenav1connect.NewFileServiceHandler(fileService, limit)
+				_, h := harenav1connect.NewFileServiceHandler(fileService, options)
 				return h
 			},
 			"/v1/sandboxes/": fileService.HTTP,

@@ -2,7 +2,6 @@ package main
 
 import (
 	"context"
-	"path/filepath"
 
 	harenav1 "github.com/harena-dev/harena/api/harena/v1"
 	"github.com/harena-dev/harena/internal/edge/backend"
@@ -12,7 +11,6 @@ import (
 
 // nodeLayers gives the life cycle what it needs of the layer store.
 type nodeLayers struct {
-	dir    string // the data directory
 	store  *layer.Store
 	mounts *layer.Mounts
 }
@@ -61,17 +59,15 @@ func (l *nodeLayers) Acquire(ctx context.Context, owner string, digests []string
 }
 
 // Adopt implements lifecycle.Layers.
-func (l *nodeLayers) Adopt(owner string, digests []string) ([]string, error) {
-	dirs := make([]string, 0, len(digests))
+func (l *nodeLayers) Adopt(owner string, digests []string) error {
 	for _, s := range digests {
 		d, err := layer.ParseDigest(s)
 		if err != nil {
-			return nil, err
+			return err
 		}
 		l.mounts.Adopt(d, owner)
-		dirs = append(dirs, filepath.Join(l.dir, "mounts", d.Hex()))
 	}
-	return dirs, nil
+	return nil
 }
 
 // Release implements lifecycle.Layers.

@@ -11,6 +11,8 @@ import (
 	"path/filepath"
 	"time"
 
+	"connectrpc.com/connect"
+
 	harenav1 "github.com/harena-dev/harena/api/harena/v1"
 	"github.com/harena-dev/harena/api/harena/v1/harenav1connect"
 	"github.com/harena-dev/harena/internal/cgroup"
@@ -69,7 +71,7 @@ func openNode(ctx context.Context, c nodeConfig) (_ *node, err error) {
 		return nil, err
 	}
 	n.edge, err = lifecycle.Open(ctx, lifecycle.Config{
-		Dir: n.dir, Backends: []backend.Backend{n.container}, Layers: &nodeLayers{n.dir.Path(), store, n.mounts},
+		Dir: n.dir, Backends: []backend.Backend{n.container}, Layers: &nodeLayers{store, n.mounts},
 		Rand: rand.Reader, Log: c.log.With("part", "edge"), Version: version,
 	})
 	if err != nil {
@@ -87,7 +89,7 @@ func (n *node) layerHandler(store *layer.Store, log *slog.Logger) http.Handler {
 		},
 	})
 	mux := http.NewServeMux()
-	mux.Handle(harenav1connect.NewLayerServiceHandler(service))
+	mux.Handle(harenav1connect.NewLayerServiceHandler(service, connect.WithCompression("gzip", nil, nil)))
 	mux.Handle("/v1/layers", service.ImportHandler())
 	return mux
 }

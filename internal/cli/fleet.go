@@ -3,6 +3,7 @@ package cli
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"time"
 
@@ -176,7 +177,7 @@ func (a *app) diagnose(ctx context.Context, edge, data string) (*harenav1.Doctor
 		}
 	}
 	// Without a server, or without knowing one.
-	if a.OfflineDoctor == nil || edge != "" || !harena.IsKind(err, harena.KindCapacity) && !harena.IsKind(err, harena.KindInvalid) {
+	if a.OfflineDoctor == nil || edge != "" || !errors.Is(err, harena.ErrUnreachable) && !harena.IsKind(err, harena.KindInvalid) {
 		return nil, err
 	}
 	fmt.Fprintf(a.Stderr, "harena: no server answers; inspecting %s\n", data)

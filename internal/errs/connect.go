@@ -2,6 +2,7 @@ package errs
 
 import (
 	"errors"
+	"strings"
 
 	"connectrpc.com/connect"
 
@@ -43,7 +44,21 @@ func Detail(err error) (*harenav1.ErrorDetail, string) {
 		}
 		return d, "internal error"
 	}
-	return d, err.Error()
+	if e == nil {
+		// A bare context error, in whatever the server wrapped it.
+		return d, contextMessages[kind]
+	}
+	return d, oneLine(err.Error())
+}
+
+var contextMessages = map[Kind]string{Timeout: "the call did not end in time", Cancelled: "the call was given up"}
+
+// oneLine makes a line of joined errors, which are a line each.
+func oneLine(s string) string {
+	if !strings.Contains(s, "\n") {
+		return s
+	}
+	return strings.Join(strings.FieldsFunc(s, func(r rune) bool { return r == '\n' }), "; ")
 }
 
 // ToConnect turns err into a Connect error with one ErrorDetail. An error that

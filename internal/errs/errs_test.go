@@ -60,3 +60,17 @@ func TestInternalsStayInside(t *testing.T) {
 		t.Error("nil did not stay nil")
 	}
 }
+
+func TestDetailIsOneLineWithoutInternals(t *testing.T) {
+	joined := errors.Join(errs.E(errs.Capacity, "the disk is full"), errors.New("and the file is still there"))
+	if _, m := errs.Detail(joined); m != "the disk is full; and the file is still there" {
+		t.Errorf("joined: %q", m)
+	}
+	for cause, want := range map[error]string{
+		context.DeadlineExceeded: "the call did not end in time", context.Canceled: "the call was given up",
+	} {
+		if _, m := errs.Detail(fmt.Errorf("inner.step: %w", cause)); m != want {
+			t.Errorf("%v: %q", cause, m)
+		}
+	}
+}

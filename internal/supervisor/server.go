@@ -27,6 +27,15 @@ const (
 	maxGrace = 10 * time.Minute
 )
 
+// uncompressed: a supervisor and the edge share a machine; compression would cost time and memory, and a stream that
+// compresses well would escape the windows that hold it back.
+var uncompressed = connect.WithCompression("gzip", nil, nil)
+
+// HandlerOptions are for the handlers of Services.
+func HandlerOptions() connect.HandlerOption {
+	return connect.WithHandlerOptions(connect.WithReadMaxBytes(MaxMessage), uncompressed)
+}
+
 // listen makes the server and its socket, in the working directory.
 func (s *supervisor) listen() error {
 	mux := http.NewServeMux()
@@ -34,7 +43,7 @@ func (s *supervisor) listen() error {
 		mux.Handle(prefix, onDemand(make))
 	}
 	mux.Handle("/"+guestv1connect.GuestServiceName+"/", onDemand(func() http.Handler {
-		_, h := guestv1connect.NewGuestServiceHandler(s, connect.WithReadMaxBytes(64<<10))
+		_, h := guestv1connect.NewGuestServiceHandler(s, connect.WithReadMaxBytes(64<<10), uncompressed)
 		return h
 	}))
 

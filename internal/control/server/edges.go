@@ -5,10 +5,12 @@ import (
 	"errors"
 	"net/http"
 	"sort"
+	"time"
 
 	"connectrpc.com/connect"
 
 	"github.com/harena-dev/harena/api/harena/edge/v1/edgev1connect"
+	harenav1 "github.com/harena-dev/harena/api/harena/v1"
 	"github.com/harena-dev/harena/api/harena/v1/harenav1connect"
 	"github.com/harena-dev/harena/internal/errs"
 	"github.com/harena-dev/harena/internal/sandbox"
@@ -149,6 +151,54 @@ func (e *Edge) failure(ctx context.Context, err error) error {
 	if errors.As(err, &ce) && ce.Code() == connect.CodeDeadlineExceeded {
 		return errs.E(errs.Timeout, "edge %s did not answer in time", e.id).On("edge %s", e.id)
 	}
-	return errs.E(errs.Capacity, "edge %s cannot be reached, or the connection to it broke", e.id).
+	return errs.E(errs.Capacity, "edge %s cannot be reached, or the connection to it broke: %w", e.id, errBroken).
 		On("edge %s", e.id).WithHint("try again; `harena fleet ls` shows whether it is healthy")
+}
+
+// errBroken marks errors that an edge did not answer with.
+var errBroken = errors.New("no answer")
+
+const (
+	endedTime = 2 * time.Second
+	endedStep = 50 * time.Millisecond
+)
+
+// ended explains a call about a sandbox that broke off in the middle: when the sandbox came to its end, its state and reason
+// say more than a connection that broke. Other errors stay what they are.
+func (e *Edge) ended(ctx context.Context, id string, err error) error {
+	if !errors.Is(err, errBroken) {
+		return err
+	}
+	ctx, cancel := context.WithTimeout(ctx, endedTime)
+	defer cancel()
+	// The edge may know of the end a moment later than the connection.
+	for {
+		res, gerr := e.life.Get(ctx, connect.NewRequest(&harenav1.GetRequest{Id: id}))
+		if connect.IsWireError(gerr) {
+			return gerr
+		}
+		if gerr != nil {
+			return err
+		}
+		sb := res.Msg.GetSandbox()
+		switch sandbox.State(sb.GetState()) {
+		case sandbox.Failed:
+			return notRunning(sb, "its files can still be read; `harena stop` removes it")
+		case sandbox.Stopped, sandbox.Stopping:
+			return notRunning(sb, "create a new one")
+		}
+		select {
+		case <-ctx.Done():
+			return err
+		case <-time.After(endedStep):
+		}
+	}
+}
+
+func notRunning(sb *harenav1.Sandbox, hint string) error {
+	why := ""
+	if sb.GetReason() != "" {
+		why = " (" + sb.GetReason() + ")"
+	}
+	return errs.E(errs.Precondition, "sandbox %s is %s%s", sb.GetId(), sb.GetState(), why).On("sandbox %s", sb.GetId()).WithHint("%s", hint)
 }

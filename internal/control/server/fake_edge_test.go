@@ -246,6 +246,19 @@ func (h *fakeExec) Run(ctx context.Context, r *connect.Request[harenav1.RunReque
 		return errs.ToConnect(errs.OverLimit(errs.Quota, "commands", 5, 6).On("sandbox x").WithHint("fewer"))
 	case "internal":
 		return errors.New("a secret of the edge")
+	case "die": // its supervisor is killed
+		h.f.mu.Lock()
+		h.f.created[r.Msg.GetSandboxId()] = &harenav1.Sandbox{Id: r.Msg.GetSandboxId(), State: "running"}
+		h.f.mu.Unlock()
+		go func() { // the edge sees the end of the process after that of the connection
+			time.Sleep(100 * time.Millisecond)
+			h.f.mu.Lock()
+			defer h.f.mu.Unlock()
+			h.f.created[r.Msg.GetSandboxId()] = &harenav1.Sandbox{Id: r.Msg.GetSandboxId(), State: "failed", Reason: "supervisor-lost"}
+		}()
+		panic(http.ErrAbortHandler)
+	case "break":
+		panic(http.ErrAbortHandler)
 	}
 	_ = send(&harenav1.Output{Event: &harenav1.Output_Stdout{Stdout: []byte(r.Msg.GetCommand().GetShell())}})
 	return send(&harenav1.Output{Event: &harenav1.Output_Result{Result: &harenav1.Result{ExitCode: 3}}})

@@ -29,7 +29,8 @@ func relay[C, Req, Res any, M aboutSandbox[Req]](ctx context.Context, s *Server,
 	}
 	req := connect.NewRequest((*Req)(msg))
 	req.Header().Set(HeaderSandbox, msg.GetSandboxId())
-	return send(ctx, e, req, client, call)
+	res, err := send(ctx, e, req, client, call)
+	return res, e.ended(ctx, msg.GetSandboxId(), err)
 }
 
 // send makes one call to an edge.
@@ -50,7 +51,7 @@ func relayStream[C, Req, Res any, M aboutSandbox[Req]](ctx context.Context, s *S
 	}
 	req := connect.NewRequest((*Req)(msg))
 	req.Header().Set(HeaderSandbox, msg.GetSandboxId())
-	return receive(ctx, e, req, client, call, out.Send)
+	return e.ended(ctx, msg.GetSandboxId(), receive(ctx, e, req, client, call, out.Send))
 }
 
 // receive makes a streaming call to an edge and hands each message to take. A

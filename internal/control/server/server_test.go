@@ -72,6 +72,13 @@ func TestStreamRelay(t *testing.T) {
 		t.Error("another message")
 	}
 	kindOf(t, s.Err(), errs.Quota, "fewer")
+	// Its sandbox came to its end: that is said, not that a connection broke.
+	s = run(within(t), "die")
+	for s.Receive() {
+	}
+	if e := kindOf(t, s.Err(), errs.Precondition, "files can still be read"); !strings.Contains(e.Message, "is failed (supervisor-lost)") {
+		t.Errorf("%v", e)
+	}
 	s = run(within(t), "internal")
 	for s.Receive() {
 	}

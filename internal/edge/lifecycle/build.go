@@ -115,10 +115,10 @@ func (e *Edge) make(ctx context.Context, b *box, watch *stopwatch) error {
 			return err
 		}
 		if err := e.fault(s.name); err != nil {
-			return fmt.Errorf("%s: %w", s.name, err)
+			return stepFailed(s.name, err)
 		}
 		if err := s.do(); err != nil {
-			return fmt.Errorf("%s: %w", s.name, err)
+			return stepFailed(s.name, err)
 		}
 		watch.lap(s.name)
 	}
@@ -127,6 +127,14 @@ func (e *Edge) make(ctx context.Context, b *box, watch *stopwatch) error {
 	}
 	e.attend(b, be)
 	return nil
+}
+
+// stepFailed names the step in errors that go to the log. What is said to callers knows nothing of steps.
+func stepFailed(step string, err error) error {
+	if errs.Is(err, errs.Internal) {
+		return fmt.Errorf("%s: %w", step, err)
+	}
+	return err
 }
 
 func digests(layers []Layer) []string {

@@ -145,6 +145,9 @@ func TestCreateFailsAtEachStep(t *testing.T) {
 			}
 			e := w.up()
 			_, err := e.Create(t.Context(), &edgev1.CreateRequest{Spec: spec(), RequestId: "r"})
+			if _, message := errs.Detail(err); message != "fault" {
+				t.Errorf("callers are told %q", message)
+			}
 			if !errors.Is(err, broken) || !errs.Is(err, errs.Capacity) {
 				t.Errorf("error is %v", err)
 			}

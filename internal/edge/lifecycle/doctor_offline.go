@@ -202,11 +202,24 @@ func (s scanner) processes() ([]backend.Leak, error) {
 		if group == "control" && (s.info.ServerPid != "" || len(s.owned) > 0) || s.owned[sandbox.ID(group)] {
 			continue
 		}
-		comm, err := os.ReadFile(filepath.Join(s.proc, n.Name(), "comm"))
+		stat, err := os.ReadFile(filepath.Join(s.proc, n.Name(), "stat"))
 		if err != nil {
 			continue
 		}
-		leaks = append(leaks, backend.Leak{Kind: "process", Name: fmt.Sprintf("%s (%s) of %s", n.Name(), strings.TrimSpace(string(comm)), group)})
+		if comm, alive := parseStat(string(stat)); alive {
+			leaks = append(leaks, backend.Leak{Kind: "process", Name: fmt.Sprintf("%s (%s) of %s", n.Name(), comm, group)})
+		}
 	}
 	return leaks, nil
+}
+
+// parseStat returns a process's name, and whether it is alive: one that has ended holds nothing, and waits for its parent
+// only. proc_pid_stat(5): the name, in parentheses, may hold any character. Pure.
+func parseStat(stat string) (comm string, alive bool) {
+	begin, end := strings.IndexByte(stat, '('), strings.LastIndexByte(stat, ')')
+	if begin < 0 || end < begin {
+		return "", false
+	}
+	state := strings.TrimSpace(stat[end+1:])
+	return stat[begin+1 : end], state != "" && !strings.ContainsAny(state[:1], "ZX")
 }

@@ -133,11 +133,16 @@ func TestScanProcesses(t *testing.T) {
 	for pid, group := range map[string]string{
 		"10": "0::/harena-eeeeee/" + live + "/work/init\n", "11": "5:memory:/harena-eeeeee/" + dead + "\n0::/\n",
 		"12": "0::/harena-eeeeee/control\n", "13": "0::/harena-ffffff/" + dead + "\n", "14": "0::/user.slice\n",
+		"15": "0::/harena-eeeeee/" + dead + "\n", // a zombie
 	} {
+		stat := pid + " (x" + pid + ") S 1 1 1"
+		if pid == "15" {
+			stat = "15 (S ) S) Z 1 1 1"
+		}
 		if err := os.MkdirAll(filepath.Join(proc, pid), 0o755); err != nil {
 			t.Fatal(err)
 		}
-		for name, content := range map[string]string{"cgroup": group, "comm": "x" + pid + "\n"} {
+		for name, content := range map[string]string{"cgroup": group, "stat": stat} {
 			if err := os.WriteFile(filepath.Join(proc, pid, name), []byte(content), 0o600); err != nil {
 				t.Fatal(err)
 			}

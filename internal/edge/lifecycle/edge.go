@@ -64,7 +64,7 @@ type Layers interface {
 	// error owner has none of them.
 	Acquire(ctx context.Context, owner string, digests []string) (dirs []string, err error)
 	// Adopt is Acquire after a restart: owner has the layers again, and nothing is mounted. A later Acquire may mount them.
-	Adopt(owner string, digests []string) (dirs []string, err error)
+	Adopt(owner string, digests []string) error
 	// Release gives up all that owner holds. Idempotent.
 	Release(owner string) error
 	// Leaks lists mounts, of this node, of layers that no owner holds.

@@ -71,8 +71,9 @@ func (l *layersFake) Acquire(_ context.Context, owner string, digests []string) 
 	return slices.Clone(digests), nil
 }
 
-func (l *layersFake) Adopt(owner string, digests []string) ([]string, error) {
-	return l.Acquire(context.Background(), owner, digests)
+func (l *layersFake) Adopt(owner string, digests []string) error {
+	_, err := l.Acquire(context.Background(), owner, digests)
+	return err
 }
 
 func (l *layersFake) Release(owner string) error {

@@ -150,7 +150,7 @@ func (e *Edge) meet(ctx context.Context, b *box, f fate) (fate, error) {
 		return f, err
 	}
 	if f == rebooted || f == clearUp || f == keep && b.state() == sandbox.Failed {
-		if _, err := e.cfg.Layers.Adopt(string(b.id), digests(b.record().Layers)); err != nil {
+		if err := e.cfg.Layers.Adopt(string(b.id), digests(b.record().Layers)); err != nil {
 			return f, err
 		}
 	}
@@ -186,13 +186,10 @@ func (e *Edge) revive(ctx context.Context, b *box) error {
 	if err != nil {
 		return err
 	}
-	lowers, err := e.cfg.Layers.Adopt(string(b.id), digests(r.Layers))
-	if err != nil {
+	if err := e.cfg.Layers.Adopt(string(b.id), digests(r.Layers)); err != nil {
 		return err
 	}
-	c := r.Config
-	c.Lowers = lowers
-	if err := be.Recover(ctx, c); err != nil {
+	if err := be.Recover(ctx, r.Config); err != nil {
 		return err
 	}
 	e.attend(b, be)

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"time"
 
 	"github.com/harena-dev/harena/internal/errs"
 	"github.com/harena-dev/harena/internal/sandbox"
@@ -61,8 +62,13 @@ func (u *Use) Leave() {
 	}
 }
 
-// Lost explains why the supervisor could not be reached: the sandbox has ended meanwhile, or the connection broke.
-func (u *Use) Lost(cause error) error {
+// knowTime is how long it may take, after a supervisor's connection broke, until it is known how its sandbox ended.
+const knowTime = 3 * time.Second
+
+// Lost explains why the supervisor could not be reached: the sandbox has ended meanwhile, or the connection broke. It waits
+// until it is known which.
+func (u *Use) Lost(ctx context.Context, cause error) error {
+	u.settled(ctx)
 	r := u.box.record()
 	if !r.State.CanExec() && !u.box.files.Load() {
 		return notRunning(r)
@@ -70,6 +76,40 @@ func (u *Use) Lost(cause error) error {
 	return errs.E(errs.Capacity, "the supervisor of sandbox %s did not answer: %w", r.ID(), cause).On("sandbox %s", r.ID()).
 		WithHint("try again; if it goes on, stop the sandbox")
 }
+
+// settled returns when the end of the sandbox, if it ends, is in its record; or after a time.
+func (u *Use) settled(ctx context.Context) {
+	r := u.box.record()
+	if !r.State.CanExec() {
+		return
+	}
+	be, err := u.edge.backend(r.Spec.GetBackend())
+	if err != nil {
+		return
+	}
+	ctx, cancel := context.WithTimeout(ctx, knowTime)
+	defer cancel()
+	// The connection breaks a moment before the end of the process is seen.
+	soon := time.NewTimer(exitTime)
+	defer soon.Stop()
+	select {
+	case <-be.Exited(u.box.id):
+	case <-soon.C:
+		return
+	case <-ctx.Done():
+		return
+	}
+	for u.box.state().CanExec() {
+		select {
+		case <-ctx.Done():
+			return
+		case <-time.After(10 * time.Millisecond):
+		}
+	}
+}
+
+// exitTime is what the end of a process takes to be seen.
+const exitTime = 500 * time.Millisecond
 
 func notRunning(r *Record) error {
 	why := ""

@@ -26,6 +26,9 @@ type relay struct {
 	log    *slog.Logger
 }
 
+// statusGone is what logs say of calls whose caller went away.
+const statusGone = 499
+
 type useKey struct{}
 
 // target is what a call in the proxy is about.
@@ -77,7 +80,7 @@ func (r *relay) serve(w http.ResponseWriter, req *http.Request, name string, fil
 func (r *relay) failed(w http.ResponseWriter, req *http.Request, err error) {
 	if req.Context().Err() != nil {
 		// The caller went away; nobody reads this.
-		w.WriteHeader(statuses[errs.Cancelled])
+		w.WriteHeader(statusGone)
 		return
 	}
 	var tooLarge *http.MaxBytesError
@@ -87,7 +90,7 @@ func (r *relay) failed(w http.ResponseWriter, req *http.Request, err error) {
 	}
 	t := req.Context().Value(useKey{}).(target)
 	r.log.Info("a supervisor could not be reached", "sandbox", t.id, "err", err)
-	r.refuse(w, req, t.use.Lost(err))
+	r.refuse(w, req, t.use.Lost(req.Context(), err))
 }
 
 // refuse answers with an error in the protocol of the call.
@@ -97,10 +100,7 @@ func (r *relay) refuse(w http.ResponseWriter, req *http.Request, err error) {
 	}
 	// What the caller is still sending must not stop it from reading the answer.
 	_, _ = io.CopyN(io.Discard, req.Body, 64<<10)
-	if !r.errors.IsSupported(req) {
-		writePlain(w, err)
-		return
-	}
+	// Plain HTTP calls get the JSON form of Connect, details included.
 	if werr := r.errors.Write(w, req, errs.ToConnect(err)); werr != nil {
 		r.log.Debug("an error could not be sent", "err", werr)
 	}

@@ -5,7 +5,6 @@
 package server
 
 import (
-	"encoding/json"
 	"log/slog"
 	"net/http"
 	"strings"
@@ -15,7 +14,6 @@ import (
 	"github.com/harena-dev/harena/api/harena/edge/v1/edgev1connect"
 	"github.com/harena-dev/harena/api/harena/v1/harenav1connect"
 	"github.com/harena-dev/harena/internal/edge/lifecycle"
-	"github.com/harena-dev/harena/internal/errs"
 )
 
 // SandboxHeader names the sandbox of a call to ExecService or FileService. The caller sets it from the request.
@@ -30,7 +28,7 @@ type Config struct {
 
 // New returns the handler of an edge. It must be served with HTTP/2 (also without TLS) for calls that stream both ways.
 func New(edge *lifecycle.Edge, c Config) http.Handler {
-	options := connect.WithInterceptors(interceptor{log: c.Log})
+	options := connect.WithHandlerOptions(connect.WithInterceptors(interceptor{log: c.Log}), connect.WithCompression("gzip", nil, nil))
 	mux := http.NewServeMux()
 	mux.Handle(edgev1connect.NewEdgeServiceHandler(service{edge: edge}, options))
 	mux.Handle(harenav1connect.NewEventServiceHandler(eventService{edge: edge}, options))
@@ -62,19 +60,3 @@ func New(edge *lifecycle.Edge, c Config) http.Handler {
 }
 
 func prefix(service string) string { return "/" + service + "/" }
-
-// statuses of plain HTTP answers.
-var statuses = map[errs.Kind]int{
-	errs.Invalid: http.StatusBadRequest, errs.Unauthenticated: http.StatusUnauthorized, errs.Denied: http.StatusForbidden,
-	errs.NotFound: http.StatusNotFound, errs.Exists: http.StatusConflict, errs.Quota: http.StatusTooManyRequests,
-	errs.Capacity: http.StatusServiceUnavailable, errs.Precondition: http.StatusPreconditionFailed, errs.Timeout: http.StatusGatewayTimeout,
-	errs.Cancelled: 499, errs.Unsupported: http.StatusNotImplemented, errs.Internal: http.StatusInternalServerError,
-}
-
-// writePlain answers a plain HTTP call with an error, in Connect's JSON form without the encoded detail.
-func writePlain(w http.ResponseWriter, err error) {
-	d, message := errs.Detail(err)
-	w.Header().Set("Content-Type", "application/json")
-	w.WriteHeader(statuses[errs.Kind(d.GetKind())])
-	_ = json.NewEncoder(w).Encode(map[string]string{"message": message, "kind": d.GetKind(), "resource": d.GetResource(), "hint": d.GetHint()})
-}

@@ -7,8 +7,10 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"net"
 	"net/http"
 	"strings"
+	"syscall"
 
 	"connectrpc.com/connect"
 	"google.golang.org/protobuf/proto"
@@ -28,7 +30,7 @@ const (
 	KindNotFound        = Kind(errs.NotFound)
 	KindExists          = Kind(errs.Exists)
 	KindQuota           = Kind(errs.Quota)
-	KindCapacity        = Kind(errs.Capacity) // also: the server cannot be reached
+	KindCapacity        = Kind(errs.Capacity)
 	KindPrecondition    = Kind(errs.Precondition)
 	KindTimeout         = Kind(errs.Timeout)
 	KindCancelled       = Kind(errs.Cancelled)
@@ -111,22 +113,41 @@ func (c *Client) failure(ctx context.Context, err error) error {
 	return &Error{Kind: KindInternal, Message: converted.Error(), cause: err}
 }
 
+// ErrUnreachable is in the chain of errors of calls that no server answered: none listens, or the connection broke. Whether
+// the call took effect is not known; every call of this package may be repeated.
+var ErrUnreachable = errors.New("no server answers")
+
 func (c *Client) unreachable(err error) error {
+	out := &Error{Kind: KindPrecondition, cause: errors.Join(ErrUnreachable, err)}
+	var dial *net.OpError
+	if errors.As(err, &dial) && dial.Op == "dial" {
+		out.Message = fmt.Sprintf("cannot reach the server at %s: %s", c.url, dialReason(dial))
+		out.Hint = "is `harena up` running? HARENA_URL, or a profile, may name another server"
+		return out
+	}
 	reason := err.Error()
 	var ce *connect.Error
 	if errors.As(err, &ce) {
 		reason = ce.Message()
 	}
-	return &Error{
-		Kind: KindCapacity, Message: fmt.Sprintf("the server at %s cannot be reached: %s", c.url, lastPart(reason)),
-		Hint: "start it with `harena up`, or set HARENA_URL", cause: err,
-	}
+	out.Message = fmt.Sprintf("the connection to the server at %s broke: %s", c.url, lastPart(reason))
+	out.Hint = "try again; is `harena up` running, and is this its address?"
+	return out
 }
 
-// lastPart keeps of "Post \"http://…\": dial tcp …: connection refused" what a person needs.
+// dialReason keeps of "dial tcp 127.0.0.1:1: connect: connection refused" what a person needs.
+func dialReason(e *net.OpError) string {
+	var number syscall.Errno
+	if errors.As(e.Err, &number) {
+		return number.Error()
+	}
+	return e.Err.Error()
+}
+
+// lastPart drops "Post \"http://…\": " from what net/http says.
 func lastPart(s string) string {
-	if i := strings.Index(s, "dial "); i >= 0 {
-		return s[i:]
+	if i := strings.LastIndex(s, "\": "); i >= 0 {
+		return s[i+3:]
 	}
 	return s
 }
@@ -150,11 +171,7 @@ func plainError(res *http.Response) error {
 	var wire struct {
 		Code    string `json:"code"`
 		Message string `json:"message"`
-		// The short form, without Connect's details.
-		Kind     string `json:"kind"`
-		Resource string `json:"resource"`
-		Hint     string `json:"hint"`
-		Details  []struct {
+		Details []struct {
 			Type  string `json:"type"`
 			Value string `json:"value"`
 		} `json:"details"`
@@ -168,9 +185,6 @@ func plainError(res *http.Response) error {
 		if err == nil && strings.HasSuffix(d.Type, string(detail.ProtoReflect().Descriptor().FullName())) && proto.Unmarshal(raw, detail) == nil {
 			return fromDetail(detail, wire.Message)
 		}
-	}
-	if wire.Kind != "" {
-		return &Error{Kind: Kind(wire.Kind), Message: wire.Message, Resource: wire.Resource, Hint: wire.Hint}
 	}
 	kind := KindInternal
 	var code connect.Code

@@ -283,7 +283,7 @@ func TestPatienceEnds(t *testing.T) {
 		t.Fatal(err)
 	}
 	stop()
-	if _, err := cmd.Wait(within(t)); !harena.IsKind(err, harena.KindCapacity) || !strings.Contains(err.Error(), url) {
+	if _, err := cmd.Wait(within(t)); !errors.Is(err, harena.ErrUnreachable) || !strings.Contains(err.Error(), url) {
 		t.Errorf("%v", err)
 	}
 }
@@ -309,8 +309,8 @@ func TestErrors(t *testing.T) {
 		"image":       {func() error { _, err := c.CreateSandbox(within(t), harena.Spec{Image: "missing"}); return err }, harena.KindNotFound, "import"},
 		"token":       {func() error { _, err := wrong.Edges(within(t)); return err }, harena.KindUnauthenticated, "right one"},
 		"plain token": {func() error { _, err := wrong.Sandbox(sb.ID()).ReadFile(within(t), "/x"); return err }, harena.KindUnauthenticated, "right one"},
-		"no server":   {func() error { _, err := down.Edges(within(t)); return err }, harena.KindCapacity, "harena up"},
-		"plain down":  {func() error { return down.Sandbox(sb.ID()).WriteFile(within(t), "/x", nil) }, harena.KindCapacity, "harena up"},
+		"no server":   {func() error { _, err := down.Edges(within(t)); return err }, harena.KindPrecondition, "is `harena up` running?"},
+		"plain down":  {func() error { return down.Sandbox(sb.ID()).WriteFile(within(t), "/x", nil) }, harena.KindPrecondition, "is `harena up` running?"},
 		"not there": {func() error {
 			_, err := c.Doctor(within(t), "")
 			_, err2 := c.RemoveLayer(within(t), "x")

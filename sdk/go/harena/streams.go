@@ -2,6 +2,7 @@ package harena
 
 import (
 	"context"
+	"errors"
 	"io"
 	"sync"
 	"time"
@@ -201,7 +202,7 @@ func (p *stdinPipe) call(req *harenav1.SendInputRequest) (int64, error) {
 			return 0, io.ErrClosedPipe
 		default:
 		}
-		if !IsKind(err, KindCapacity) || time.Now().After(deadline) {
+		if !errors.Is(err, ErrUnreachable) && !IsKind(err, KindCapacity) || time.Now().After(deadline) {
 			return 0, err
 		}
 		if sleep(ctx, delay) != nil {
