@@ -69,7 +69,7 @@ func TestServerKilledAtAnyMoment(t *testing.T) {
 	own := needOwn(t)
 	keeper := create(t)
 	keeper.write("/tmp/state", []byte("kept"))
-	for round := range 8 {
+	for round := range count(8, 60) {
 		ctx, cancel := context.WithCancel(t.Context())
 		var wg sync.WaitGroup
 		for range 4 {

@@ -134,7 +134,7 @@ func TestOutputIsBytes(t *testing.T) {
 
 func TestOutputOfInstantExitIsNeverLost(t *testing.T) {
 	b := create(t)
-	for i := range 100 {
+	for i := range count(100, 1000) {
 		if out := b.run(&harenav1.Command{Argv: []string{"echo", strconv.Itoa(i)}}); string(out.stdout) != fmt.Sprintln(i) {
 			t.Fatalf("run %d printed %q", i, out.stdout)
 		}
@@ -147,7 +147,7 @@ func TestQuickCommandsLeaveNoZombie(t *testing.T) {
 	errs := make(chan error, 8)
 	for range 8 {
 		wg.Go(func() {
-			for range 125 {
+			for range count(125, 1250) {
 				if out, err := b.try(t.Context(), &harenav1.Command{Argv: []string{"true"}}); err != nil || out.GetExitCode() != 0 {
 					errs <- fmt.Errorf("%v: %w", out.Result, err)
 					return
@@ -372,7 +372,7 @@ func TestTerminal(t *testing.T) {
 
 func TestKillWhileStarting(t *testing.T) {
 	b := create(t)
-	for range 20 {
+	for range count(20, 200) {
 		ctx, cancel := context.WithTimeout(t.Context(), 3*time.Millisecond)
 		_, _ = b.try(ctx, &harenav1.Command{Argv: []string{"true"}})
 		cancel()

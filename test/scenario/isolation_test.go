@@ -4,6 +4,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -52,8 +53,8 @@ func TestNothingOfHarenasCanBeReached(t *testing.T) {
 // A child of ours is catchable between its fork and its exec: nothing may come of it.
 func TestStartingCommandsCannotBeTaken(t *testing.T) {
 	b := attacker(t)
-	hunt := b.start(&harenav1.Command{Argv: []string{"/opt/attack", "hunt", "4"}, Timeout: seconds(60)})
-	for range 300 {
+	hunt := b.start(&harenav1.Command{Argv: []string{"/opt/attack", "hunt", strconv.Itoa(count(4, 40))}, Timeout: seconds(120)})
+	for range count(300, 3000) {
 		if _, err := b.try(within(t, time.Minute), &harenav1.Command{Argv: []string{"/bin/true"}, Timeout: seconds(20)}); err != nil {
 			t.Fatalf("an exec during the hunt: %v", explain(err))
 		}

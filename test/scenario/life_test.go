@@ -187,7 +187,7 @@ func TestTTLIdleAndLease(t *testing.T) {
 }
 
 func TestConcurrentStopAndCreate(t *testing.T) {
-	for range 20 {
+	for range count(20, 200) {
 		ctx, cancel := context.WithCancel(t.Context())
 		id := make(chan string, 1)
 		go func() {

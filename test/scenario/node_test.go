@@ -7,6 +7,8 @@
 //	HARENA_URL, HARENA_TOKEN    where it is
 //	HARENA_TEST_BACKEND         container (default), microvm, vm
 //	HARENA_TEST_IMAGE           a base layer with Debian's essential packages, python3 and sudo
+//	HARENA_TEST_DATA            directory of the suite's own node, kept for the next run
+//	HARENA_SOAK                 1: the full counts of make soak; 0.1: a tenth of them
 package scenario
 
 import (
@@ -20,6 +22,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"syscall"
 	"testing"
@@ -89,6 +92,12 @@ func env(name, fallback string) string {
 		return v
 	}
 	return fallback
+}
+
+// count is how often something is tried: ordinarily, or with HARENA_SOAK that share of full.
+func count(ordinary, full int) int {
+	share, _ := strconv.ParseFloat(os.Getenv("HARENA_SOAK"), 64)
+	return max(ordinary, int(share*float64(full)))
 }
 
 func (n *node) connect() {
@@ -168,6 +177,9 @@ type ownNode struct {
 	cmd             *exec.Cmd
 	exited          chan struct{}
 	log             *os.File
+	// watchdog waits for alive to be closed.
+	watchdog *exec.Cmd
+	alive    *os.File
 }
 
 func program(name string) string {
@@ -192,7 +204,28 @@ func startOwn() (*ownNode, error) {
 		}
 	}
 	o := &ownNode{dir: dir}
+	if err := o.watch(); err != nil {
+		return nil, err
+	}
 	return o, o.start()
+}
+
+// watch ends the node when this process ends without having done so: interrupted, timed out, killed.
+func (o *ownNode) watch() error {
+	o.watchdog = exec.Command("sh", "-c", `read -r _ || exec "$0" down --data "$1" >/dev/null 2>&1`, program("harena"), o.dir)
+	o.watchdog.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
+	r, w, err := os.Pipe()
+	if err != nil {
+		return err
+	}
+	defer r.Close()
+	o.watchdog.Stdin = r
+	if err := o.watchdog.Start(); err != nil {
+		w.Close()
+		return err
+	}
+	o.alive = w
+	return nil
 }
 
 // start starts, or starts again, the server on the node's directory.
@@ -277,6 +310,8 @@ func (o *ownNode) remove() error {
 	if err != nil {
 		return fmt.Errorf("harena down: %w: %s", err, out)
 	}
+	_, _ = o.alive.WriteString("\n")
+	_ = o.watchdog.Wait()
 	select {
 	case <-o.exited:
 	case <-time.After(30 * time.Second):
