@@ -55,11 +55,19 @@ scenario: build
 fuzz: $(ZYGOTE)
 	scripts/fuzz
 
-test: setup check-generated lint unit scenario fuzz
+# What CI runs; says how long each part took.
+test:
+	@begin=$$SECONDS; for part in setup check-generated lint unit scenario fuzz; do \
+		start=$$SECONDS; echo "== $$part"; \
+		$(MAKE) --no-print-directory $$part || { echo "== $$part failed after $$((SECONDS - start)) s"; exit 1; }; \
+		echo "== $$part passed in $$((SECONDS - start)) s"; \
+	done; echo "== all passed in $$((SECONDS - begin)) s"
 
+# The same scenarios, fuzz targets and benchmarks at full counts; writes docs/reports/soak.md.
 soak: setup build
 	scripts/soak
 
+# Every measure of harena bench, on a node of its own.
 bench: setup build
 	scripts/bench
 
