@@ -109,11 +109,31 @@ func TestNormalizeRefuses(t *testing.T) {
 		"label value":     {Image: "x", Labels: map[string]string{"a": "c\n"}},
 		"labels":          {Image: "x", Labels: many},
 		"job":             {Image: "x", Job: "a b"},
+		"long job":        {Image: "x", Job: strings.Repeat("j", 64)},
 		"hostname":        {Image: "x", Hostname: "-x"},
+		"hostname's end":  {Image: "x", Hostname: "x-"},
+		"hostname's dot":  {Image: "x", Hostname: "a.b"},
+		"long hostname":   {Image: "x", Hostname: strings.Repeat("h", 64)},
+		"no label key":    {Image: "x", Labels: map[string]string{"": "c"}},
+		"no env name":     {Image: "x", Process: &harenav1.ProcessDefaults{Env: map[string]string{"": "c"}}},
+		"nul in env name": {Image: "x", Process: &harenav1.ProcessDefaults{Env: map[string]string{"A\x00": "c"}}},
 		"toolkits":        {Image: "x", Toolkits: make([]string, MaxLayers)},
 	} {
 		if _, err := Normalize(s); !errs.Is(err, errs.Invalid) {
 			t.Errorf("%s: %v", name, err)
+		}
+	}
+}
+
+func TestNormalizeAccepts(t *testing.T) {
+	for _, s := range []*harenav1.SandboxSpec{
+		{Image: "x", Job: "Team_1/run-7.b", Hostname: "a"},
+		{Image: "x", Job: strings.Repeat("j", 63), Hostname: "A-" + strings.Repeat("h", 60) + "9"},
+		{Image: "x", Labels: map[string]string{"k": "", "a/b.c_d-9": "Z"}},
+		{Image: "x", Process: &harenav1.ProcessDefaults{Env: map[string]string{"a b\n": "", "\xff": "="}}},
+	} {
+		if _, err := Normalize(s); err != nil {
+			t.Errorf("%v: %v", s, err)
 		}
 	}
 }

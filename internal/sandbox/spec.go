@@ -3,7 +3,6 @@ package sandbox
 import (
 	"fmt"
 	"math"
-	"regexp"
 	"strings"
 	"time"
 
@@ -30,12 +29,6 @@ const (
 	// (OVL_MAX_STACK) with room for snapshots.
 	MaxLayers = 64
 	MaxEnv    = 128 << 10 // bytes of names and values together
-)
-
-var (
-	labelPattern    = regexp.MustCompile(`^[A-Za-z0-9._/-]{1,63}$`)
-	hostnamePattern = regexp.MustCompile(`^[a-zA-Z0-9]([a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?$`)
-	envName         = regexp.MustCompile(`^[^=\x00]+$`)
 )
 
 // Backends that the API knows.
@@ -110,13 +103,19 @@ func validate(s *harenav1.SandboxSpec) error {
 	if n := 2 + len(s.Toolkits); n > MaxLayers {
 		return errs.OverLimit(errs.Invalid, "layers of a sandbox", MaxLayers, n)
 	}
-	if s.Job != "" && !labelPattern.MatchString(s.Job) {
+	if s.Job != "" && !label(s.Job) {
 		return errs.E(errs.Invalid, "job %.80q is not a valid name", s.Job).WithHint("use 1-63 characters of A-Za-z0-9._/-")
 	}
-	if s.Hostname != "" && !hostnamePattern.MatchString(s.Hostname) {
+	if s.Hostname != "" && !hostname(s.Hostname) {
 		return errs.E(errs.Invalid, "hostname %.80q is not valid", s.Hostname).WithHint("use 1-63 letters, digits and inner hyphens")
 	}
 	return nil
+}
+
+func label(s string) bool { return len(s) >= 1 && len(s) <= 63 && consists(s, letter+digits+"._/-") }
+
+func hostname(s string) bool {
+	return len(s) >= 1 && len(s) <= 63 && consists(s, letter+digits+"-") && s[0] != '-' && s[len(s)-1] != '-'
 }
 
 // ValidateLabels checks keys and values of labels.
@@ -125,7 +124,7 @@ func ValidateLabels(labels map[string]string) error {
 		return errs.OverLimit(errs.Invalid, "labels of a sandbox", MaxLabels, len(labels))
 	}
 	for k, v := range labels {
-		if !labelPattern.MatchString(k) || v != "" && !labelPattern.MatchString(v) {
+		if !label(k) || v != "" && !label(v) {
 			return errs.E(errs.Invalid, "label %.80q=%.80q is not valid", k, v).WithHint("keys and values are up to 63 characters of A-Za-z0-9._/-")
 		}
 	}
@@ -136,7 +135,7 @@ func ValidateLabels(labels map[string]string) error {
 func ValidateEnv(env map[string]string) error {
 	size := 0
 	for k, v := range env {
-		if !envName.MatchString(k) || strings.ContainsRune(v, 0) {
+		if k == "" || strings.ContainsAny(k, "=\x00") || strings.ContainsRune(v, 0) {
 			return errs.E(errs.Invalid, "environment variable %.80q is not valid", k).WithHint("names have no = and nothing has a NUL byte")
 		}
 		size += len(k) + len(v) + 2

@@ -8,7 +8,6 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
-	"regexp"
 	"slices"
 	"strconv"
 	"strings"
@@ -258,7 +257,11 @@ func (s *Service) recover() error {
 	return s.removeOrphans(known)
 }
 
-var commandID = regexp.MustCompile(`^c[0-9]+$`)
+// isCommandID reports whether name is a command's directory. It is no regular expression because that costs each start.
+func isCommandID(name string) bool {
+	digits, ok := strings.CutPrefix(name, "c")
+	return ok && digits != "" && strings.Trim(digits, "0123456789") == ""
+}
 
 // removeOrphans removes records of commands that nobody can ask for any more.
 func (s *Service) removeOrphans(known map[string]bool) error {
@@ -267,7 +270,7 @@ func (s *Service) removeOrphans(known map[string]bool) error {
 		return nil
 	}
 	for _, n := range names {
-		if commandID.MatchString(n.Name()) && !known[n.Name()] {
+		if isCommandID(n.Name()) && !known[n.Name()] {
 			err = errors.Join(err, os.RemoveAll(filepath.Join(s.cfg.RecordDir, n.Name())))
 		}
 	}
