@@ -23,12 +23,14 @@ type aptSource struct {
 // machineSources are what apt on this machine uses.
 type machineSources struct {
 	sources  []aptSource
-	codename string // of the running distribution, may be empty
+	id       string // of the running distribution, such as debian; may be empty
+	codename string // of its release, may be empty
 }
 
 // readMachineSources reads apt's sources and os-release below root.
 func readMachineSources(root string) (*machineSources, error) {
-	m := &machineSources{codename: osCodename(readIfAny(filepath.Join(root, "etc/os-release")))}
+	release := readIfAny(filepath.Join(root, "etc/os-release"))
+	m := &machineSources{id: osField(release, "ID"), codename: osField(release, "VERSION_CODENAME")}
 	etc := filepath.Join(root, "etc/apt")
 	m.sources = parseOneLine(readIfAny(filepath.Join(etc, "sources.list")))
 	parts, err := os.ReadDir(filepath.Join(etc, "sources.list.d"))
@@ -52,9 +54,9 @@ func readIfAny(path string) string {
 	return string(b)
 }
 
-func osCodename(osRelease string) string {
+func osField(osRelease, name string) string {
 	for line := range strings.Lines(osRelease) {
-		if v, ok := strings.CutPrefix(strings.TrimSpace(line), "VERSION_CODENAME="); ok {
+		if v, ok := strings.CutPrefix(strings.TrimSpace(line), name+"="); ok {
 			return strings.Trim(v, `"'`)
 		}
 	}
@@ -188,10 +190,20 @@ func (m *machineSources) find(suite string) *aptSource {
 	return best
 }
 
+// debianSuites are Debian's since 2019, which another distribution's archive does not have.
+var debianSuites = []string{"buster", "bullseye", "bookworm", "trixie", "forky", "sid", "oldstable", "stable", "testing", "unstable"}
+
+// debianArchive serves every supported suite (https://deb.debian.org).
+const debianArchive = "http://deb.debian.org/debian"
+
 // mirrorOf chooses where to fetch a suite: a source that lists it, else the
-// archive that the machine's own distribution comes from.
+// archive that the machine's own distribution comes from. On a machine of
+// another distribution, such as Ubuntu, Debian's suites come from Debian.
 func (m *machineSources) mirrorOf(suite string) (mirror, error) {
 	s := m.find(suite)
+	if s == nil && m.id != "" && m.id != "debian" && slices.Contains(debianSuites, suite) {
+		return mirror{URI: debianArchive, Suite: suite, Components: []string{"main"}}, nil
+	}
 	if s == nil && m.codename != "" {
 		s = m.find(m.codename)
 	}

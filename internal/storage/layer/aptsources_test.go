@@ -116,6 +116,10 @@ func TestMirrorOf(t *testing.T) {
 		{"one-line", "jammy", map[string]string{
 			"etc/apt/sources.list": "deb mirror+file:/etc/m jammy main\ndeb http://archive.example/ubuntu jammy main universe\n",
 		}, "http://archive.example/ubuntu", "deb http://archive.example/ubuntu jammy main universe\n"},
+		{"Debian on Ubuntu", "bookworm", map[string]string{
+			"etc/os-release":       "ID=ubuntu\nVERSION_CODENAME=noble\nID_LIKE=debian\n",
+			"etc/apt/sources.list": "deb http://archive.example/ubuntu noble main universe",
+		}, debianArchive, "deb " + debianArchive + " bookworm main\n"},
 		{"nothing", "bookworm", map[string]string{"etc/os-release": "VERSION_CODENAME=bookworm\n"}, "", ""},
 	} {
 		got, err := machine(t, c.files).mirrorOf(c.suite)
