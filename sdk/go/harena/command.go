@@ -1,8 +1,11 @@
 package harena
 
 import (
+	"bytes"
 	"context"
+	"fmt"
 	"io"
+	"strings"
 	"time"
 
 	"connectrpc.com/connect"
@@ -92,6 +95,36 @@ type Result struct {
 	CommandID string
 	// Proto is the result as the server sent it.
 	Proto *harenav1.Result
+}
+
+// String says how the command ended and what it printed, for people.
+func (r *Result) String() string {
+	var b strings.Builder
+	fmt.Fprintf(&b, "exit %d", r.ExitCode)
+	for _, part := range []struct {
+		holds bool
+		text  string
+	}{
+		{r.Signal != "", r.Signal},
+		{r.TimedOut, "timed out"},
+		{r.OOMKilled, "out of memory"},
+		{r.Message != "", r.Message},
+		{r.Truncated, "output truncated"},
+		{true, "after " + r.Duration.Round(time.Millisecond).String()},
+	} {
+		if part.holds {
+			b.WriteString(", " + part.text)
+		}
+	}
+	for _, stream := range []struct {
+		name string
+		data []byte
+	}{{"stdout", r.Stdout}, {"stderr", r.Stderr}} {
+		if len(stream.data) > 0 {
+			fmt.Fprintf(&b, "\n%s:\n%s", stream.name, bytes.TrimSuffix(stream.data, []byte("\n")))
+		}
+	}
+	return b.String()
 }
 
 func resultOf(p *harenav1.Result, id string, lost bool) *Result {
