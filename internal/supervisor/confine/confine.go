@@ -54,4 +54,10 @@ var Rlimits = []Rlimit{
 	{unix.RLIMIT_CORE, 1, 1},
 	{unix.RLIMIT_FSIZE, unix.RLIM_INFINITY, unix.RLIM_INFINITY},
 	{unix.RLIMIT_CPU, unix.RLIM_INFINITY, unix.RLIM_INFINITY},
+	// The kernel's defaults, whatever the service manager gave the node's daemon: no real-time scheduling, no
+	// negative nice values.
+	{unix.RLIMIT_NICE, 0, 0},
+	{unix.RLIMIT_RTPRIO, 0, 0},
+	{unix.RLIMIT_MEMLOCK, 8 << 20, 8 << 20},
+	{unix.RLIMIT_MSGQUEUE, 819200, 819200},
 }

@@ -44,8 +44,14 @@ var Sysctls = [][2]string{
 	{"user/max_user_namespaces", "0"},
 }
 
-// Devices are the node's devices that exist inside: Docker's, without console.
-var Devices = []string{"full", "null", "random", "tty", "urandom", "zero"}
+// Device is a character device.
+type Device struct {
+	Name         string
+	Major, Minor uint32
+}
+
+// Devices exist inside: Docker's, without console. Linux's numbers for them are fixed (admin-guide/devices.txt).
+var Devices = []Device{{"full", 1, 7}, {"null", 1, 3}, {"random", 1, 8}, {"tty", 5, 0}, {"urandom", 1, 9}, {"zero", 1, 5}}
 
 // DevLinks are symbolic links in /dev.
 var DevLinks = [][2]string{
@@ -75,8 +81,8 @@ type Option struct{ Key, Value string }
 // Options of mounts inside.
 var (
 	DevOptions = []Option{{"mode", "755"}, {"size", "65536k"}}
-	// Group 5 is tty in every distribution.
-	PtsOptions = []Option{{"newinstance", ""}, {"ptmxmode", "0666"}, {"mode", "0620"}, {"gid", "5"}}
+	// Group 5 is tty in every distribution. Terminals are few on a node, 3,072 (kernel.pty.max less pty.reserve).
+	PtsOptions = []Option{{"newinstance", ""}, {"ptmxmode", "0666"}, {"mode", "0620"}, {"gid", "5"}, {"max", "256"}}
 	// OverlayOptions turn off what reads trusted.overlay.* of layers (redirect, metacopy) or ties an upper
 	// to one node or costs a write to it (index, uuid). xino keeps inode numbers of the layers apart. Volatile: without it
 	// the end of every sandbox, and syncfs inside, write all dirty data of the node's disk (ovl_sync_fs syncs the whole file

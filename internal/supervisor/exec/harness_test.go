@@ -63,6 +63,14 @@ func (h *hostSpawner) Spawn(ctx context.Context, s zygote.Spec) (zygote.Process,
 		}
 		dir = "/"
 	}
+	if s.Stdin == nil {
+		null, err := os.Open(os.DevNull)
+		if err != nil {
+			return nil, err
+		}
+		defer null.Close()
+		s.Stdin = null
+	}
 	attr := &syscall.ProcAttr{
 		Dir: dir, Env: s.Env, Files: []uintptr{s.Stdin.Fd(), s.Stdout.Fd(), s.Stderr.Fd()},
 		Sys: &syscall.SysProcAttr{

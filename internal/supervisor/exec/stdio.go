@@ -13,7 +13,7 @@ import (
 
 // stdio are the descriptors of one command: the command's ends, and ours.
 type stdio struct {
-	stdin, stdout, stderr *os.File // the command's; terminal: all the same
+	stdin, stdout, stderr *os.File // the command's; terminal: all the same; stdin nil: its /dev/null
 	out, err              *os.File // what it prints; terminal: err is nil
 	in                    *os.File // what it reads; nil: nothing
 	tty                   bool
@@ -56,8 +56,6 @@ func (s *Service) pipes(uid, gid uint32, withInput bool) (d *stdio, err error) {
 	}
 	if withInput {
 		d.stdin, d.in, err = s.pipe(uid, gid, false)
-	} else {
-		d.stdin, err = os.Open(os.DevNull)
 	}
 	return d, err
 }

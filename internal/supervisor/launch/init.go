@@ -14,11 +14,15 @@ import (
 // initConfig is what the program of PID 1 depends on.
 type initConfig struct {
 	root     *os.File // the overlay, a detached mount
+	dev      *os.File // /dev, the same
 	hostname string
 	shmBytes int64
 	// controllers are the v1 hierarchies to show at /sys/fs/cgroup, as comma-separated lists; none: cgroup2.
 	controllers []string
 }
+
+// noDomain is the kernel's own default (UTS_DOMAINNAME).
+const noDomain = "(none)"
 
 // inside opens directories of the image: hostile, so no symbolic link is followed.
 const inside = unix.RESOLVE_BENEATH | unix.RESOLVE_NO_SYMLINKS
@@ -34,7 +38,7 @@ type builder struct {
 // process that sees the node's mounts until pivot_root; it fails on the first surprise.
 func initProgram(c initConfig) *zygote.Program {
 	b := &builder{Program: zygote.NewProgram()}
-	root := b.File(c.root)
+	root, dev := b.File(c.root), b.File(c.dev)
 	b.fs, b.target, b.src = b.NewSlot(), b.NewSlot(), b.NewSlot()
 
 	b.Root()
@@ -49,8 +53,9 @@ func initProgram(c initConfig) *zygote.Program {
 	// then (mount_too_revealing in fs/namespace.c).
 	proc := b.mount("proc", "proc", root, "proc", confine.ProcAttrs, nil)
 	sys := b.mount("sys", "sysfs", root, "sys", confine.SysAttrs, nil)
-	dev := b.mount("dev", "tmpfs", root, "dev", confine.DevAttrs, confine.DevOptions)
-	b.devices(dev)
+	b.openat("dev", root, "dev", unix.O_PATH|unix.O_DIRECTORY)
+	b.move("dev", dev)
+	b.close(b.target)
 	b.sub("pts", "devpts", dev, confine.PtsAttrs, confine.PtsOptions)
 	shm := []confine.Option{{Key: "mode", Value: "1777"}, {Key: "size", Value: fmt.Sprint(c.shmBytes)}}
 	b.sub("shm", "tmpfs", dev, confine.ShmAttrs, shm)
@@ -64,10 +69,10 @@ func initProgram(c initConfig) *zygote.Program {
 		})
 	}
 	for _, m := range confine.MaskedProc {
-		b.mask(proc, sys, m)
+		b.mask(proc, sys, dev, m)
 	}
 	for _, m := range confine.MaskedSys {
-		b.mask(sys, sys, m)
+		b.mask(sys, sys, dev, m)
 	}
 	for _, path := range confine.ReadOnlyProc {
 		b.readOnly(proc, path)
@@ -76,6 +81,7 @@ func initProgram(c initConfig) *zygote.Program {
 	b.cgroups(sys, c.controllers)
 
 	b.Call("hostname", unix.SYS_SETHOSTNAME, c.hostname, len(c.hostname))
+	b.Call("domainname", unix.SYS_SETDOMAINNAME, noDomain, len(noDomain)) // a new namespace has the node's
 	b.Call("pivot-root", unix.SYS_PIVOT_ROOT, ".", ".")
 	b.Call("leave-node", unix.SYS_UMOUNT2, ".", unix.MNT_DETACH)
 	b.Call("chdir", unix.SYS_CHDIR, "/")
@@ -136,22 +142,6 @@ func (b *builder) openat(name string, dir zygote.Slot, path string, flags uint64
 
 func (b *builder) close(s zygote.Slot) { b.Call("close", unix.SYS_CLOSE, s) }
 
-// devices binds the node's devices into dev: a user namespace cannot make them. Their inodes belong to
-// the node's root, so nobody inside can change them.
-func (b *builder) devices(dev zygote.Slot) {
-	for _, name := range confine.Devices {
-		b.Call("dev/"+name, unix.SYS_MKNODAT, dev, name, unix.S_IFREG|0o666, 0)
-		b.openat("dev/"+name, dev, name, unix.O_PATH)
-		b.Call("dev/"+name, unix.SYS_OPEN_TREE, atCwd, "/dev/"+name, unix.OPEN_TREE_CLONE|unix.OPEN_TREE_CLOEXEC).Into(b.src)
-		b.move("dev/"+name, b.src)
-		b.close(b.src)
-		b.close(b.target)
-	}
-	for _, l := range confine.DevLinks {
-		b.Call("dev/"+l[1], unix.SYS_SYMLINKAT, l[0], dev, l[1])
-	}
-}
-
 // network brings the loopback interface up.
 func (b *builder) network() {
 	// struct ifreq: the name, then the flags.
@@ -165,13 +155,13 @@ func (b *builder) network() {
 
 // mask covers a path below dir, if there is one. The cover of directories is a directory of sysfs that the kernel
 // keeps empty for ever, as a mount point: it costs no file system of its own.
-func (b *builder) mask(dir, sys zygote.Slot, m confine.Masked) {
+func (b *builder) mask(dir, sys, dev zygote.Slot, m confine.Masked) {
 	name := "mask " + m.Path
 	b.openat(name, dir, m.Path, unix.O_PATH).Unless(unix.ENOENT, func() {
 		if m.Dir {
 			b.Call(name, unix.SYS_OPEN_TREE, sys, "fs/cgroup", unix.OPEN_TREE_CLONE|unix.OPEN_TREE_CLOEXEC).Into(b.src)
 		} else {
-			b.Call(name, unix.SYS_OPEN_TREE, atCwd, "/dev/null", unix.OPEN_TREE_CLONE|unix.OPEN_TREE_CLOEXEC).Into(b.src)
+			b.Call(name, unix.SYS_OPEN_TREE, dev, "null", unix.OPEN_TREE_CLONE|unix.OPEN_TREE_CLOEXEC).Into(b.src)
 		}
 		b.move(name, b.src)
 		b.close(b.src)

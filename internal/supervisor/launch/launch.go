@@ -136,7 +136,7 @@ func (p *Prepared) Launch(ctx context.Context, l *guestv1.Launch) (_ *Sandbox, e
 	defer work.Close() //nolint:errcheck // a directory
 	lap("cgroups")
 
-	if s.init, err = p.zyg.ForkInit(ctx, work); err != nil {
+	if s.init, err = p.zyg.ForkInit(ctx, work, int(l.GetIdBase())); err != nil {
 		return nil, err
 	}
 	lap("clone")
@@ -160,12 +160,18 @@ func (p *Prepared) Launch(ctx context.Context, l *guestv1.Launch) (_ *Sandbox, e
 	defer func() { go root.Close() }() //nolint:errcheck // attached inside by then
 	lap("overlay")
 
+	dev, err := devices(base)
+	if err != nil {
+		return nil, err
+	}
+	defer func() { go dev.Close() }() //nolint:errcheck // attached inside by then
+
 	shm := l.GetShmBytes()
 	if shm <= 0 {
 		shm = defaultShm
 	}
 	err = s.init.SetUp(ctx, initProgram(initConfig{
-		root: root, hostname: l.GetHostname(), shmBytes: shm, controllers: p.visible(l.GetCgroups().GetV1()),
+		root: root, dev: dev, hostname: l.GetHostname(), shmBytes: shm, controllers: p.visible(l.GetCgroups().GetV1()),
 	}))
 	if err != nil {
 		return nil, fmt.Errorf("set up PID 1: %w", err)

@@ -99,6 +99,9 @@ func TestSpawnOrder(t *testing.T) {
 	if got := p.names(); !slices.Equal(got, want) {
 		t.Errorf("steps are %q, want %q", got, want)
 	}
+	if got := spawnProgram(Spec{Paths: []string{"/x"}, Argv: []string{"x"}, Stdout: os.Stdin, Stderr: os.Stdin, Cgroup: os.Stdin}).names(); !slices.Equal(got[:5], []string{"setsid", "stdin", "stdin", "stdio", "stdio"}) {
+		t.Errorf("without standard input steps are %q", got)
+	}
 	// The filter must let pass all that comes after it.
 	allowed := map[uint16]bool{
 		unix.SYS_SETGROUPS: true, unix.SYS_SETRESGID: true, unix.SYS_SETRESUID: true, unix.SYS_PRCTL: true, unix.SYS_CAPSET: true,

@@ -18,6 +18,7 @@ import (
 const (
 	pidNsFd    = 40 // PIDNS in zygote.c
 	cgroupNsFd = 41
+	nullFd     = 43 // the sandbox's own /dev/null, O_PATH
 )
 
 const (
@@ -63,14 +64,23 @@ func (z *Zygote) Move(ctx context.Context, group *os.File, v1Tasks []*os.File) e
 // initSocketFd is PID 1's end of its socket, above any descriptor that it receives.
 const initSocketFd = 42
 
+// atCwd is AT_FDCWD as a system call argument.
+const atCwd = ^uint64(99)
+
 // Init is PID 1 while it is set up: it lives in its new namespaces, without an ID map, and waits for one program.
 type Init struct {
 	child *child
 	conn  *net.UnixConn
 }
 
-// ForkInit forks PID 1 into a cgroup2 directory.
-func (z *Zygote) ForkInit(ctx context.Context, cgroup *os.File) (*Init, error) {
+// ForkInit forks PID 1 into a cgroup2 directory. Its user namespace belongs to the host ID owner.
+func (z *Zygote) ForkInit(ctx context.Context, cgroup *os.File, owner int) (*Init, error) {
+	own := NewProgram()
+	own.neutral()
+	own.actAs(owner)
+	if err := z.Run(ctx, own); err != nil {
+		return nil, fmt.Errorf("zygote prepares for the sandbox: %w", err)
+	}
 	conn, theirs, err := socketpair("init")
 	if err != nil {
 		return nil, err
@@ -92,6 +102,36 @@ func (z *Zygote) ForkInit(ctx context.Context, cgroup *os.File) (*Init, error) {
 	z.mu.Unlock()
 	return &Init{c, conn}, nil
 }
+
+// neutral gives up how the node runs its supervisors, which a service manager may have set: everything
+// in the sandbox inherits it.
+func (p *Program) neutral() {
+	p.Call("scheduler", unix.SYS_SCHED_SETSCHEDULER, 0, unix.SCHED_NORMAL, make([]byte, 4))
+	p.Call("nice", unix.SYS_SETPRIORITY, unix.PRIO_PROCESS, 0, 0)
+	p.Call("io-priority", unix.SYS_IOPRIO_SET, ioprioWhoProcess, 0, 0)
+	p.Call("personality", unix.SYS_PERSONALITY, 0)
+	// The node's session keyring is nothing for a sandbox; runc makes a new one too.
+	p.Call("keyring", unix.SYS_KEYCTL, unix.KEYCTL_JOIN_SESSION_KEYRING, 0).Unless(unix.ENOSYS, nil)
+}
+
+// ioprioWhoProcess is IOPRIO_WHO_PROCESS (include/uapi/linux/ioprio.h).
+const ioprioWhoProcess = 1
+
+// actAs makes the process a host ID in effect, with all its capabilities: the effective user owns the user namespaces
+// that it makes, and what is used inside counts against the owner too (user_namespaces(7), kernel/ucount.c): inotify
+// instances, queued signals, message queues, namespaces. Owned by root, one sandbox could use up the node's.
+func (p *Program) actAs(id int) {
+	// Entering a user namespace resets it.
+	p.Call("securebits", unix.SYS_PRCTL, unix.PR_SET_SECUREBITS, secbitNoSetuidFixup, 0, 0, 0)
+	p.Call("owner", unix.SYS_SETRESGID, keepID, uint32(id), keepID)
+	p.Call("owner", unix.SYS_SETRESUID, keepID, uint32(id), keepID)
+	p.undumpable()
+}
+
+const (
+	secbitNoSetuidFixup = 1 << 2 // SECBIT_NO_SETUID_FIXUP (include/uapi/linux/securebits.h)
+	keepID              = ^uint32(0)
+)
 
 // Pid is PID 1's process ID outside.
 func (i *Init) Pid() int { return i.child.pid }
@@ -154,6 +194,12 @@ func (z *Zygote) Join(ctx context.Context, init *Init, idBase int, spawn bool) e
 	p.Call("keep-pidns", unix.SYS_DUP3, p.File(opened[1]), pidNsFd, unix.O_CLOEXEC)
 	p.Call("keep-cgroupns", unix.SYS_DUP3, p.File(opened[2]), cgroupNsFd, unix.O_CLOEXEC)
 	p.Root()
+	// Nothing untrusted has run yet, so this is the device. The node's would be one inode with all other users of it, which can be
+	// watched and locked.
+	null := p.NewSlot()
+	p.Call("null", unix.SYS_OPENAT, atCwd, "/dev/null", unix.O_PATH|unix.O_NOFOLLOW|unix.O_CLOEXEC).Into(null)
+	p.Call("null", unix.SYS_DUP3, null, nullFd, unix.O_CLOEXEC)
+	p.Call("null", unix.SYS_CLOSE, null)
 	// What children have in common is set once.
 	for c := range 64 {
 		if confine.Capabilities&(1<<c) == 0 {

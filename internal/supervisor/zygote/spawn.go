@@ -21,7 +21,8 @@ type Spec struct {
 	GID       uint32
 	// Groups are supplementary groups, inside; at most 64.
 	Groups []uint32
-	// Stdin, Stdout, Stderr are given to the command as 0, 1, 2. The caller still owns and closes its copies.
+	// Stdin, Stdout, Stderr are given to the command as 0, 1, 2. The caller still owns and closes its copies. Without Stdin
+	// the command gets the sandbox's /dev/null.
 	Stdin, Stdout, Stderr *os.File
 	// Terminal makes Stdin the controlling terminal.
 	Terminal bool

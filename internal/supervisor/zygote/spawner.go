@@ -47,6 +47,9 @@ func (z *Zygote) Spawn(ctx context.Context, s Spec) (Process, error) {
 		return nil, fmt.Errorf("give the command's cgroup to the sandbox: %w", err)
 	}
 	for _, f := range []*os.File{s.Stdin, s.Stdout, s.Stderr} {
+		if f == nil {
+			continue
+		}
 		// Go's own pipes are non-blocking, which programs do not expect.
 		if err := unix.SetNonblock(int(f.Fd()), false); err != nil {
 			return nil, fmt.Errorf("standard streams: %w", err)
@@ -60,8 +63,8 @@ func (z *Zygote) Spawn(ctx context.Context, s Spec) (Process, error) {
 }
 
 func (s *Spec) validate() error {
-	if len(s.Paths) == 0 || len(s.Argv) == 0 || s.Cgroup == nil || s.Stdin == nil || s.Stdout == nil || s.Stderr == nil {
-		return errs.E(errs.Invalid, "a command needs a path, an argv[0], three standard streams and a cgroup")
+	if len(s.Paths) == 0 || len(s.Argv) == 0 || s.Cgroup == nil || s.Stdout == nil || s.Stderr == nil {
+		return errs.E(errs.Invalid, "a command needs a path, an argv[0], standard output and error, and a cgroup")
 	}
 	if len(s.Groups) > maxGroups {
 		return errs.OverLimit(errs.Invalid, "supplementary groups of a command", maxGroups, len(s.Groups))
@@ -103,9 +106,15 @@ func spawnProgram(s Spec) *Program {
 	p.Clone = cloneFork
 	p.IntoCgroup(p.File(s.Cgroup))
 	p.Call("setsid", unix.SYS_SETSID)
-	for fd, f := range []*os.File{s.Stdin, s.Stdout, s.Stderr} {
-		p.Call("stdio", unix.SYS_DUP3, p.File(f), fd, 0)
+	if s.Stdin == nil {
+		null := p.NewSlot()
+		p.Call("stdin", unix.SYS_OPENAT, atCwd, fmt.Sprintf("/proc/self/fd/%d", nullFd), unix.O_RDONLY|unix.O_CLOEXEC).Into(null)
+		p.Call("stdin", unix.SYS_DUP3, null, 0, 0)
+	} else {
+		p.Call("stdio", unix.SYS_DUP3, p.File(s.Stdin), 0, 0)
 	}
+	p.Call("stdio", unix.SYS_DUP3, p.File(s.Stdout), 1, 0)
+	p.Call("stdio", unix.SYS_DUP3, p.File(s.Stderr), 2, 0)
 	if s.Terminal {
 		p.Call("terminal", unix.SYS_IOCTL, 0, unix.TIOCSCTTY, 0)
 	}
