@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"os"
 	"path/filepath"
 	"slices"
@@ -123,12 +124,21 @@ func checkMachine(s admission.Snapshot, l admission.Limits) []*harenav1.Check {
 	case s.FDs > s.FDsMax*8/10:
 		fds.Status, fds.Hint = statusDegraded, "raise the limit of open files of harena"
 	}
-	psi := &harenav1.Check{Name: "pressure", Status: statusOK, Detail: fmt.Sprintf("%v", s.Pressure)}
+	psi := &harenav1.Check{Name: "pressure", Status: statusOK, Detail: explainPressure(s.Pressure)}
 	if len(s.Pressure) == 0 {
 		psi.Status, psi.Detail = statusUnsupported, "the kernel does not report pressure; admission does without"
 		psi.Hint = "boot with psi=1"
 	}
 	return []*harenav1.Check{room, fds, psi}
+}
+
+// explainPressure lists what waits for what: 0 to 100 percent of the time, averaged over ten seconds.
+func explainPressure(pressure map[string]float64) string {
+	var parts []string
+	for _, resource := range slices.Sorted(maps.Keys(pressure)) {
+		parts = append(parts, fmt.Sprintf("%s %.0f%%", resource, pressure[resource]))
+	}
+	return "time in which tasks waited: " + strings.Join(parts, ", ")
 }
 
 // checkLeaks makes one check of each kind of leak.

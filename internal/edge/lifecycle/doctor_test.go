@@ -71,6 +71,13 @@ func TestCheckMachine(t *testing.T) {
 	}
 }
 
+func TestPressureIsExplained(t *testing.T) {
+	want := "time in which tasks waited: cpu 94%, io 3%, memory 0%"
+	if got := explainPressure(map[string]float64{"memory": 0, "io": 3.36, "cpu": 94.29}); got != want {
+		t.Errorf("%q, want %q", got, want)
+	}
+}
+
 func TestDoctorOffline(t *testing.T) {
 	if _, err := DoctorOffline(t.Context(), t.TempDir()); !errs.Is(err, errs.NotFound) {
 		t.Errorf("no data directory: %v", err)
