@@ -109,12 +109,21 @@ func TestServerKilledAtAnyMoment(t *testing.T) {
 			}
 		}
 		same(t, "state of the keeper", keeper.read("/tmp/state"), []byte("kept"))
+		if (round+1)%8 == 0 { // what was left running is enough to look at
+			stopCrashed(t)
+		}
 		doctor(t)
 	}
-	if _, err := the.sandboxes.Stop(within(t, 2*time.Minute), connect.NewRequest(&harenav1.StopRequest{Selector: &harenav1.Selector{Labels: map[string]string{"crash": "yes"}}})); err != nil && kind(err) != "not-found" {
+	stopCrashed(t)
+	doctor(t)
+}
+
+func stopCrashed(t *testing.T) {
+	t.Helper()
+	of := &harenav1.Selector{Labels: map[string]string{"crash": "yes"}}
+	if _, err := the.sandboxes.Stop(within(t, 2*time.Minute), connect.NewRequest(&harenav1.StopRequest{Selector: of})); err != nil && kind(err) != "not-found" {
 		t.Error(explain(err))
 	}
-	doctor(t)
 }
 
 func TestSupervisorKilled(t *testing.T) {
