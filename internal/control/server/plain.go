@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/harena-dev/harena/internal/errs"
+	passon "github.com/harena-dev/harena/internal/relay"
 )
 
 // plainRoutes adds the transfers that go over plain HTTP, see file.proto and layer.proto.
@@ -74,7 +75,7 @@ func (s *Server) forward(w http.ResponseWriter, r *http.Request, verb Verb, reso
 			s.writeError(w, r, edge.failure(r.Context(), err))
 		},
 	}
-	proxy.ServeHTTP(w, r)
+	passon.Serve(proxy, w, r)
 }
 
 // writeError answers with an error in the protocol that the request speaks;

@@ -14,6 +14,7 @@ import (
 	"github.com/harena-dev/harena/internal/edge/guestconn"
 	"github.com/harena-dev/harena/internal/edge/lifecycle"
 	"github.com/harena-dev/harena/internal/errs"
+	passon "github.com/harena-dev/harena/internal/relay"
 	"github.com/harena-dev/harena/internal/sandbox"
 )
 
@@ -73,7 +74,7 @@ func (r *relay) serve(w http.ResponseWriter, req *http.Request, name string, fil
 	defer use.Leave()
 	// A caller with HTTP/1.1 may still be sending when the answer begins. Not every writer can; then it cannot.
 	_ = http.NewResponseController(w).EnableFullDuplex()
-	r.proxy.ServeHTTP(w, req.WithContext(context.WithValue(req.Context(), useKey{}, target{id: id, use: use})))
+	passon.Serve(r.proxy, w, req.WithContext(context.WithValue(req.Context(), useKey{}, target{id: id, use: use})))
 }
 
 // failed answers when the supervisor could not be reached, or did not begin an answer.
