@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"regexp"
 	"strings"
 
 	"github.com/spf13/cobra"
@@ -77,6 +78,9 @@ func (a *app) root() *cobra.Command {
 		Args:          cobra.NoArgs,
 		RunE:          func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 	}
+	root.SetFlagErrorFunc(func(_ *cobra.Command, err error) error {
+		return errors.New(goNumber.ReplaceAllString(err.Error(), "it is not a number, or too large"))
+	})
 	root.SetIn(a.Stdin)
 	root.SetOut(a.Stdout)
 	root.SetErr(a.Stderr)
@@ -92,6 +96,9 @@ func (a *app) root() *cobra.Command {
 	return root
 }
 
+// goNumber is what strconv says of numbers.
+var goNumber = regexp.MustCompile(`strconv\.\w+: parsing ".*": (invalid syntax|value out of range)`)
+
 // client makes the client for a command.
 func (a *app) client() (*harena.Client, error) {
 	if a.Client != nil {
@@ -102,7 +109,7 @@ func (a *app) client() (*harena.Client, error) {
 
 // complain prints an error in one line.
 func (a *app) complain(err error) {
-	fmt.Fprintf(a.Stderr, "harena: %s\n", oneLine(err.Error()))
+	fmt.Fprintf(a.Stderr, "harena: %s\n", printable(oneLine(err.Error())))
 }
 
 // warn prints a remark in one line.

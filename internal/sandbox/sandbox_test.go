@@ -98,6 +98,11 @@ func TestNormalizeRefuses(t *testing.T) {
 		"negative memory": {Image: "x", Limits: &harenav1.Limits{Memory: -1}},
 		"nan cpu":         {Image: "x", Limits: &harenav1.Limits{Cpu: math.NaN()}},
 		"infinite cpu":    {Image: "x", Limits: &harenav1.Limits{Cpu: math.Inf(1)}},
+		"much cpu":        {Image: "x", Limits: &harenav1.Limits{Cpu: 1e9}},
+		"many pids":       {Image: "x", Limits: &harenav1.Limits{Pids: MaxPids + 1}},
+		"relative cwd":    {Image: "x", Process: &harenav1.ProcessDefaults{Cwd: "a/b"}},
+		"long cwd":        {Image: "x", Process: &harenav1.ProcessDefaults{Cwd: "/" + strings.Repeat("a", MaxPath)}},
+		"nul in user":     {Image: "x", Process: &harenav1.ProcessDefaults{User: "a\x00"}},
 		"few pids":        {Image: "x", Limits: &harenav1.Limits{Pids: 1}},
 		"zero ttl":        {Image: "x", Lifetime: &harenav1.Lifetime{Ttl: durationpb.New(0)}},
 		"negative idle":   {Image: "x", Lifetime: &harenav1.Lifetime{Idle: durationpb.New(-time.Second)}},
@@ -129,6 +134,7 @@ func TestNormalizeAccepts(t *testing.T) {
 	for _, s := range []*harenav1.SandboxSpec{
 		{Image: "x", Job: "Team_1/run-7.b", Hostname: "a"},
 		{Image: "x", Job: strings.Repeat("j", 63), Hostname: "A-" + strings.Repeat("h", 60) + "9"},
+		{Image: "x", Limits: &harenav1.Limits{Cpu: MaxCPU, Pids: MaxPids}},
 		{Image: "x", Labels: map[string]string{"k": "", "a/b.c_d-9": "Z"}},
 		{Image: "x", Process: &harenav1.ProcessDefaults{Env: map[string]string{"a b\n": "", "\xff": "="}}},
 	} {

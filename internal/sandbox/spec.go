@@ -25,6 +25,11 @@ const (
 	MinMemory = 8 << 20 // below this a shell does not start reliably
 	MinPids   = 4
 	MaxLabels = 64
+	// MaxCPU and MaxPids are the kernel's (NR_CPUS, PID_MAX_LIMIT): above them a limit cannot be set.
+	MaxCPU  = 8192
+	MaxPids = 4 << 20
+	// MaxPath bounds names of directories and users; PATH_MAX.
+	MaxPath = 4096
 	// MaxLayers keeps the overlay below the kernel's limit of 500 lower layers
 	// (OVL_MAX_STACK) with room for snapshots.
 	MaxLayers = 64
@@ -89,6 +94,10 @@ func validate(s *harenav1.SandboxSpec) error {
 		atLeast("limits.memory", s.Limits.Memory, MinMemory),
 		atLeast("limits.disk", s.Limits.Disk, 1<<20),
 		atLeast("limits.pids", s.Limits.Pids, MinPids),
+		atMost("limits.cpu", s.Limits.Cpu, MaxCPU),
+		atMost("limits.pids", s.Limits.Pids, MaxPids),
+		short("user", s.Process.User),
+		short("cwd", s.Process.Cwd),
 		positive("lifetime.ttl", s.Lifetime.Ttl, false),
 		positive("lifetime.idle", s.Lifetime.Idle, true),
 		positive("lifetime.lease", s.Lifetime.Lease, false),
@@ -102,6 +111,9 @@ func validate(s *harenav1.SandboxSpec) error {
 	}
 	if n := 2 + len(s.Toolkits); n > MaxLayers {
 		return errs.OverLimit(errs.Invalid, "layers of a sandbox", MaxLayers, n)
+	}
+	if cwd := s.Process.Cwd; cwd != "" && cwd[0] != '/' {
+		return errs.E(errs.Invalid, "cwd %.80q is not an absolute path", cwd).WithHint("begin it with /")
 	}
 	if s.Job != "" && !label(s.Job) {
 		return errs.E(errs.Invalid, "job %.80q is not a valid name", s.Job).WithHint("use 1-63 characters of A-Za-z0-9._/-")
@@ -156,8 +168,29 @@ func oneOf(field, value string, allowed ...string) error {
 }
 
 func atLeast[T int64 | float64](field string, value T, least float64) error {
-	if f := float64(value); f < least || math.IsNaN(f) || math.IsInf(f, 0) {
+	f := float64(value)
+	if math.IsNaN(f) || math.IsInf(f, 0) {
+		return errs.E(errs.Invalid, "%s of %v is not a number to count with", field, value).WithHint("use at least %v", fmtNumber(least))
+	}
+	if f < least {
 		return errs.E(errs.Invalid, "%s of %v is too small", field, value).WithHint("use at least %v", fmtNumber(least))
+	}
+	return nil
+}
+
+func atMost[T int64 | float64](field string, value T, most T) error {
+	if value > most {
+		return errs.OverLimit(errs.Invalid, field, fmtNumber(float64(most)), value)
+	}
+	return nil
+}
+
+func short(field, value string) error {
+	if len(value) > MaxPath {
+		return errs.OverLimit(errs.Invalid, "bytes of "+field, MaxPath, len(value))
+	}
+	if strings.ContainsRune(value, 0) {
+		return errs.E(errs.Invalid, "%s %.80q has a NUL byte", field, value)
 	}
 	return nil
 }
