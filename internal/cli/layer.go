@@ -21,12 +21,16 @@ func (a *app) layerImport() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "import --name NAME[:TAG] [--kind KIND] SOURCE", Short: "Make a layer",
 		Long: "Make a layer from SOURCE:\n  dir:PATH                       a directory of this machine\n  tar:PATH                       a tar, plain or gzip; tar:- reads standard input\n" +
-			"  debootstrap:SUITE[:PKG,PKG]    Debian packages, fetched by the server\n  registry://REF oci:PATH docker-archive:PATH    images (not built yet)",
+			"  debootstrap:SUITE[:PKG,PKG]    Debian packages, fetched by the server\n  oci:PATH[:REF]                 an image as an OCI layout, directory or tar\n  docker-archive:PATH[:TAG]      an image as docker save writes it\n" +
+			"  registry://REF                 an image of a registry, fetched by the server",
 		Args: exactly(1, "a source"),
 	}
 	cmd.Flags().StringVar(&o.Name, "name", "", "`NAME`[:TAG] of the layer; the tag defaults to latest")
 	cmd.Flags().StringVar(&o.Kind, "kind", "", "base (default), workspace, toolkit or vm-image")
+	var collapse sizeValue
+	cmd.Flags().Var(&collapse, "collapse", "merge consecutive layers of an image up to this many bytes of files (default 3GB)")
 	cmd.RunE = func(cmd *cobra.Command, args []string) error {
+		o.Collapse = int64(collapse)
 		if o.Name == "" {
 			return invalid("give --name NAME[:TAG]", "the layer has no name")
 		}

@@ -4,6 +4,7 @@ import (
 	"context"
 	"io"
 	"net/http"
+	"strconv"
 	"strings"
 	"time"
 
@@ -13,6 +14,7 @@ import (
 	harenav1 "github.com/harena-dev/harena/api/harena/v1"
 	"github.com/harena-dev/harena/internal/errs"
 	"github.com/harena-dev/harena/internal/storage/layer"
+	"github.com/harena-dev/harena/internal/storage/oci"
 )
 
 // Import implements LayerServiceHandler: it makes a layer from a source that this
@@ -51,10 +53,10 @@ func (s *Service) importSource(ctx context.Context, m *harenav1.ImportRequest, p
 		}
 		im, err := s.c.Store.ImportDebootstrap(ctx, b, o)
 		return s.imported(ctx, o, im, err)
-	case "registry", "oci", "docker-archive":
-		return nil, errs.E(errs.Unsupported, "importing from %s: sources (container images) is not built yet", scheme).
-			WithHint("export a root file system (docker export) and import it with tar:PATH, or use debootstrap:SUITE")
-	case "tar", "dir":
+	case "registry":
+		return nil, errs.E(errs.Unsupported, "importing from registry: sources is not built yet").
+			WithHint("write the image to a file (docker save) and import it with docker-archive:PATH, or use debootstrap:SUITE")
+	case "tar", "dir", "oci", "docker-archive":
 		return nil, errs.E(errs.Invalid, "the server does not read %s: sources of its own disk", scheme).
 			WithHint("send the archive as the body of POST /v1/layers, as `harena layer import` does")
 	}
@@ -85,7 +87,9 @@ func (s *Service) imported(ctx context.Context, o layer.ImportOptions, im *layer
 const uploadSource = "tar"
 
 // ImportHandler serves POST /v1/layers?name=N[&kind=K&project=P&request_id=R] with
-// a tar archive, plain or compressed, as body. The answer is an ImportResponse as
+// a tar archive, plain or compressed, as body. With format=oci the archive holds
+// an OCI image layout, with format=docker-archive what docker save writes; then
+// ref=REF picks one of several images and collapse=BYTES bounds merging. The answer is an ImportResponse as
 // JSON; errors are those of Connect's unary calls.
 func (s *Service) ImportHandler() http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -123,9 +127,26 @@ func (s *Service) importBody(r *http.Request) (*harenav1.ImportResponse, error) 
 	if err != nil {
 		return nil, err
 	}
+	var format oci.Format
+	if f := q.Get("format"); f != "" && f != uploadSource {
+		if format, err = oci.ParseFormat(f); err != nil {
+			return nil, err
+		}
+		m.Source = f + ":" + q.Get("ref")
+		if c := q.Get("collapse"); c != "" {
+			if m.Collapse, err = strconv.ParseInt(c, 10, 64); err != nil || m.GetCollapse() < 0 {
+				return nil, errs.E(errs.Invalid, "collapse %.40q is not a number of bytes", c).WithHint("leave it out for the default of 3 GB")
+			}
+		}
+	}
 	ctx := r.Context()
 	return do(ctx, s.requests, m.GetProject(), m.GetRequestId(), m, func() (*harenav1.ImportResponse, error) {
 		o := layer.ImportOptions{Project: m.GetProject(), Name: m.GetName(), Kind: kind, Source: uploadSource}
+		if format != "" {
+			o.Collapse = m.GetCollapse()
+			im, err := s.c.Store.ImportArchive(ctx, r.Body, format, q.Get("ref"), o)
+			return s.imported(ctx, o, im, err)
+		}
 		im, err := s.c.Store.ImportTar(ctx, r.Body, o)
 		return s.imported(ctx, o, im, err)
 	})

@@ -269,7 +269,7 @@ func TestRepeatedUpload(t *testing.T) {
 func TestImportSources(t *testing.T) {
 	f := newFixture(t)
 	for source, kind := range map[string]errs.Kind{
-		"registry://docker.io/library/debian": errs.Unsupported, "oci:/x": errs.Unsupported, "tar:/etc/passwd": errs.Invalid,
+		"registry://docker.io/library/debian": errs.Unsupported, "oci:/x": errs.Invalid, "docker-archive:/x": errs.Invalid, "tar:/etc/passwd": errs.Invalid,
 		"dir:/": errs.Invalid, "debootstrap:../x": errs.Invalid, "": errs.Invalid, "what": errs.Invalid,
 	} {
 		stream, err := f.client.Import(context.Background(), connect.NewRequest(&harenav1.ImportRequest{Name: "a", Source: source}))

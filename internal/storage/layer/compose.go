@@ -24,8 +24,8 @@ type Stack struct {
 
 // Composition is the answer of Compose.
 type Composition struct {
-	// Layers are lowest first, without repetition. One that only a snapshot
-	// brings has its digest as name.
+	// Layers are lowest first, without repetition. One that only the image
+	// brings, as its parent, has its digest as name.
 	Layers []Named
 	// Digests are those of Layers, in the same order.
 	Digests []Digest
@@ -42,6 +42,9 @@ func Compose(in Stack) (Composition, error) {
 	var hasWorkspace Digest
 	switch in.Image.Layer.Kind {
 	case Base:
+		for _, p := range in.Parents { // a large image in several pieces
+			lower = append(lower, Named{Name: string(p.Digest), Layer: p})
+		}
 		lower = append(lower, in.Image)
 	case Snapshot:
 		for _, p := range in.Parents {

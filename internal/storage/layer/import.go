@@ -11,6 +11,7 @@ import (
 
 	"github.com/harena-dev/harena/internal/errs"
 	"github.com/harena-dev/harena/internal/storage/erofs"
+	"github.com/harena-dev/harena/internal/storage/unpack"
 )
 
 // Phases of an import.
@@ -36,6 +37,9 @@ type ImportOptions struct {
 	// Source is kept in the manifest, and so is part of the layer's identity.
 	Source string
 	Config ImageConfig
+	// Collapse is how many bytes of files the layers of a container image may have
+	// to be merged into one; 0 means oci.DefaultCollapse. Only bases are ever split.
+	Collapse int64
 	// Progress, when set, is called from the importing goroutine, at most every 100 ms within a phase.
 	Progress func(Progress)
 }
@@ -78,7 +82,7 @@ func (s *Store) ImportTar(ctx context.Context, r io.Reader, o ImportOptions) (*I
 	}
 	report := newReporter(o.Progress)
 	src := &stream{ctx: ctx, r: r, read: func(n int64) { report.add(PhaseBuilding, n, 0) }}
-	in, err := decompress(src)
+	in, err := unpack.Tar(src)
 	if err != nil {
 		return nil, src.explain(err)
 	}
@@ -105,22 +109,49 @@ func (s *Store) importDir(ctx context.Context, dir string, o ImportOptions, repo
 	})
 }
 
+// staged is an image in temporary files that is not published yet.
+type staged struct {
+	dir      string
+	manifest Manifest
+	warnings []string
+}
+
+func (g *staged) meta() string { return filepath.Join(g.dir, "meta") }
+func (g *staged) blob() string { return filepath.Join(g.dir, "blob") }
+func (g *staged) remove()      { _ = os.RemoveAll(g.dir) } // the next start empties tmp anyway
+
 // build writes an image to temporary files and publishes it: objects first, then
 // the manifest, then the name. Before the manifest is there nothing is visible.
 func (s *Store) build(ctx context.Context, ref Ref, o ImportOptions, report *reporter,
 	write func(meta, blob *os.File) (*erofs.Result, error),
 ) (*Imported, error) {
-	dir, err := os.MkdirTemp(s.tmp(), "import-*")
+	g, err := s.stage(ctx, ref, o, report, write)
 	if err != nil {
+		return nil, err
+	}
+	defer g.remove()
+	return s.publishAll(ctx, ref, []*staged{g})
+}
+
+// stage writes an image to temporary files.
+func (s *Store) stage(ctx context.Context, ref Ref, o ImportOptions, report *reporter,
+	write func(meta, blob *os.File) (*erofs.Result, error),
+) (_ *staged, err error) {
+	g := &staged{}
+	if g.dir, err = os.MkdirTemp(s.tmp(), "import-*"); err != nil {
 		return nil, s.diskError(fmt.Errorf("import %s: %w", ref, err))
 	}
-	defer os.RemoveAll(dir)
-	meta, err := os.Create(filepath.Join(dir, "meta"))
+	defer func() {
+		if err != nil {
+			g.remove()
+		}
+	}()
+	meta, err := os.Create(g.meta())
 	if err != nil {
 		return nil, s.diskError(fmt.Errorf("import %s: %w", ref, err))
 	}
 	defer meta.Close()
-	blob, err := os.Create(filepath.Join(dir, "blob"))
+	blob, err := os.Create(g.blob())
 	if err != nil {
 		return nil, s.diskError(fmt.Errorf("import %s: %w", ref, err))
 	}
@@ -129,22 +160,42 @@ func (s *Store) build(ctx context.Context, ref Ref, o ImportOptions, report *rep
 	if err != nil {
 		return nil, s.diskError(fmt.Errorf("import %s: %w", ref, err))
 	}
-	m := Manifest{
+	g.warnings = res.Warnings
+	g.manifest = Manifest{
 		Schema: schema, Kind: o.Kind, LogicalBytes: res.LogicalBytes, Files: res.Files, Source: o.Source, Config: o.Config,
 	}
 	total := res.MetaBytes + res.BlobBytes
 	report.start(PhaseStoring, "storing "+ref.String(), total)
-	if m.Meta, err = s.seal(ctx, meta, report, total); err != nil {
+	if g.manifest.Meta, err = s.seal(ctx, meta, report, total); err != nil {
 		return nil, s.diskError(fmt.Errorf("store %s: %w", ref, err))
 	}
-	if m.Blob, err = s.seal(ctx, blob, report, total); err != nil {
+	if g.manifest.Blob, err = s.seal(ctx, blob, report, total); err != nil {
 		return nil, s.diskError(fmt.Errorf("store %s: %w", ref, err))
 	}
-	l, existed, err := s.publish(ctx, ref, m, meta.Name(), blob.Name())
-	if err != nil {
+	return g, nil
+}
+
+// publishAll makes layers of staged images, the lowest first, and points the name
+// at the topmost, which has the others as parents. The collector does not run in between.
+func (s *Store) publishAll(ctx context.Context, ref Ref, images []*staged) (*Imported, error) {
+	defer s.Hold()()
+	im := &Imported{}
+	var parents []Digest
+	for i, g := range images {
+		im.Warnings = append(im.Warnings, g.warnings...)
+		if i > 0 && i == len(images)-1 {
+			g.manifest.Parents = parents
+		}
+		var err error
+		if im.Layer, im.Existed, err = s.publish(ctx, g); err != nil {
+			return nil, s.diskError(fmt.Errorf("store %s: %w", ref, err))
+		}
+		parents = append(parents, im.Layer.Digest)
+	}
+	if err := s.writeTag(ref, im.Layer.Digest); err != nil {
 		return nil, s.diskError(fmt.Errorf("store %s: %w", ref, err))
 	}
-	return &Imported{Layer: l, Warnings: res.Warnings, Existed: existed}, nil
+	return im, nil
 }
 
 // seal makes a file's content durable and names it.
@@ -156,23 +207,23 @@ func (s *Store) seal(ctx context.Context, f *os.File, report *reporter, total in
 	return o, f.Sync()
 }
 
-func (s *Store) publish(ctx context.Context, ref Ref, m Manifest, meta, blob string) (Layer, bool, error) {
+func (s *Store) publish(ctx context.Context, g *staged) (Layer, bool, error) {
+	m := &g.manifest
 	b, err := m.encode()
 	if err != nil {
 		return Layer{}, false, err
 	}
 	d := digestOf(b)
-	defer s.Hold()()
 	existed := true
-	err = s.index.addManifest(&m, func() (bool, error) {
+	err = s.index.addManifest(m, func() (bool, error) {
 		if _, err := s.Load(d); !errs.Is(err, errs.NotFound) {
 			return false, err
 		}
 		existed = false
-		if err := s.objects.put(ctx, m.Meta.Digest, meta); err != nil {
+		if err := s.objects.put(ctx, m.Meta.Digest, g.meta()); err != nil {
 			return false, err
 		}
-		if err := s.objects.put(ctx, m.Blob.Digest, blob); err != nil {
+		if err := s.objects.put(ctx, m.Blob.Digest, g.blob()); err != nil {
 			return false, err
 		}
 		return true, writeFile(s.tmp(), s.manifestPath(d), b)
@@ -181,10 +232,7 @@ func (s *Store) publish(ctx context.Context, ref Ref, m Manifest, meta, blob str
 		return Layer{}, false, err
 	}
 	l, err := s.Load(d)
-	if err != nil {
-		return Layer{}, false, err
-	}
-	return l, existed, s.writeTag(ref, d)
+	return l, existed, err
 }
 
 // reporter thins progress out.

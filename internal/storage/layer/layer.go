@@ -105,7 +105,8 @@ type Manifest struct {
 	Files        int64       `json:"files"`
 	Source       string      `json:"source"`
 	Config       ImageConfig `json:"config"`
-	// Parents are the layers below a snapshot, lowest first.
+	// Parents are the layers below a snapshot, or below the topmost piece of a base
+	// that was imported in pieces; lowest first.
 	Parents []Digest `json:"parents,omitempty"`
 }
 

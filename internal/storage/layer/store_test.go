@@ -351,10 +351,11 @@ func TestGarbageKeepsParents(t *testing.T) {
 	base := importFiles(t, s, "base", Base, entry{"f", "base", 0}).Layer
 	m := base.Manifest
 	m.Kind, m.Parents = Snapshot, []Digest{base.Digest}
-	snap, _, err := s.publish(ctx, Ref{Project: DefaultProject, Name: "snap", Tag: "1"}, m, "/nonexistent", "/nonexistent") // its objects are there
+	im, err := s.publishAll(ctx, Ref{Project: DefaultProject, Name: "snap", Tag: "1"}, []*staged{{dir: "/nonexistent", manifest: m}}) // its objects are there
 	if err != nil {
 		t.Fatal(err)
 	}
+	snap := im.Layer
 	if _, err := s.Remove("", "base"); err != nil {
 		t.Fatal(err)
 	}

@@ -9,6 +9,7 @@ import (
 	"net/http"
 	"net/url"
 	"os"
+	"strconv"
 	"strings"
 
 	"connectrpc.com/connect"
@@ -22,8 +23,12 @@ type ImportOptions struct {
 	Name string // name[:tag]; the tag defaults to latest
 	Kind string // base (default), workspace, toolkit, vm-image
 	// dir:PATH and tar:PATH (plain or gzip; "-" is standard input) are read here and
-	// sent to the server; debootstrap:SUITE[:PKG,PKG] and registry://REF are fetched by the server.
+	// sent to the server, and so are images: oci:PATH[:REF], an OCI image layout
+	// (directory or tar), and docker-archive:PATH[:TAG], what docker save writes.
+	// debootstrap:SUITE[:PKG,PKG] and registry://REF are fetched by the server.
 	Source string
+	// Collapse is how many bytes of files consecutive layers of an image may have to be merged into one; 0 means 3 GB.
+	Collapse int64
 	// Progress is told how far it is; may be nil. Calls come one at a time.
 	Progress func(ImportProgress)
 }
@@ -43,18 +48,47 @@ func (c *Client) ImportLayer(ctx context.Context, o ImportOptions) (*harenav1.La
 	scheme, path, _ := strings.Cut(o.Source, ":")
 	switch scheme {
 	case "dir":
-		return c.importDir(ctx, o, path)
+		return c.importDir(ctx, o, path, nil)
 	case "tar":
-		return c.importTar(ctx, o, path)
+		return c.importTar(ctx, o, path, nil)
 	case "debootstrap", "registry":
 		return c.importRemote(ctx, o)
 	case "oci", "docker-archive":
-		return nil, nil, &Error{Kind: KindUnsupported, Message: scheme + ": images cannot be imported yet", Hint: "unpack the image and import it as dir:PATH or tar:PATH"}
+		return c.importImage(ctx, o, scheme, path)
 	}
-	return nil, nil, &Error{Kind: KindInvalid, Message: "the source " + o.Source + " has none of the known forms", Hint: "use dir:PATH, tar:PATH or debootstrap:SUITE[:PKG,PKG]"}
+	return nil, nil, &Error{Kind: KindInvalid, Message: "the source " + o.Source + " has none of the known forms", Hint: "use dir:PATH, tar:PATH, oci:PATH, docker-archive:PATH, registry://REF or debootstrap:SUITE[:PKG,PKG]"}
 }
 
-func (c *Client) importDir(ctx context.Context, o ImportOptions, dir string) (*harenav1.Layer, []string, error) {
+// importImage sends an image. PATH[:REF] is split where the longest part is a path that exists.
+func (c *Client) importImage(ctx context.Context, o ImportOptions, format, rest string) (*harenav1.Layer, []string, error) {
+	path, ref := rest, ""
+	for path != "-" {
+		if _, err := os.Stat(path); err == nil {
+			break
+		}
+		i := strings.LastIndexByte(path, ':')
+		if i < 0 {
+			return nil, nil, &Error{Kind: KindInvalid, Message: "cannot import " + o.Source + ": there is no such file", Hint: "name an image that exists on this machine: " + format + ":PATH"}
+		}
+		path, ref = path[:i], rest[i+1:]
+	}
+	more := url.Values{"format": {format}}
+	if ref != "" {
+		more.Set("ref", ref)
+	}
+	if o.Collapse != 0 {
+		more.Set("collapse", strconv.FormatInt(o.Collapse, 10))
+	}
+	if fi, err := os.Stat(path); err != nil || !fi.IsDir() {
+		return c.importTar(ctx, o, path, more)
+	}
+	if format != "oci" {
+		return nil, nil, &Error{Kind: KindInvalid, Message: "cannot import " + o.Source + ": it is a directory", Hint: "use oci: for an image layout, dir: for a root file system"}
+	}
+	return c.importDir(ctx, o, path, more)
+}
+
+func (c *Client) importDir(ctx context.Context, o ImportOptions, dir string, more url.Values) (*harenav1.Layer, []string, error) {
 	if fi, err := os.Stat(dir); err != nil || !fi.IsDir() {
 		return nil, nil, &Error{Kind: KindInvalid, Message: "cannot import " + o.Source + ": there is no such directory", Hint: "name a directory that exists on this machine"}
 	}
@@ -73,15 +107,15 @@ func (c *Client) importDir(ctx context.Context, o ImportOptions, dir string) (*h
 		pw.CloseWithError(err) // nil becomes io.EOF
 		written <- err
 	}()
-	layer, more, err := c.sendLayer(ctx, o, pr)
+	layer, left, err := c.sendLayer(ctx, o, pr, more)
 	_ = pr.Close() // the writer stops if the server did not read to the end
 	if werr := <-written; err == nil && werr != nil {
 		err = werr
 	}
-	return layer, append(warnings, more...), err
+	return layer, append(warnings, left...), err
 }
 
-func (c *Client) importTar(ctx context.Context, o ImportOptions, path string) (*harenav1.Layer, []string, error) {
+func (c *Client) importTar(ctx context.Context, o ImportOptions, path string, more url.Values) (*harenav1.Layer, []string, error) {
 	f := os.Stdin
 	if path != "-" {
 		var err error
@@ -103,20 +137,23 @@ func (c *Client) importTar(ctx context.Context, o ImportOptions, path string) (*
 		if err != nil {
 			return nil, nil, &Error{Kind: KindInvalid, Message: "cannot import " + o.Source + ": " + err.Error(), cause: err}
 		}
-		return c.sendLayer(ctx, o, z)
+		return c.sendLayer(ctx, o, z, more)
 	case bytes.HasPrefix(magic, []byte("\xfd7zXZ")), bytes.HasPrefix(magic, []byte("BZh")), bytes.HasPrefix(magic, []byte{0x28, 0xb5, 0x2f, 0xfd}):
 		return nil, nil, &Error{Kind: KindUnsupported, Message: "cannot import " + o.Source + ": it is compressed with something else than gzip", Hint: "decompress it into a pipe and import tar:-"}
 	}
-	return c.sendLayer(ctx, o, r)
+	return c.sendLayer(ctx, o, r, more)
 }
 
-// sendLayer sends a tar stream.
-func (c *Client) sendLayer(ctx context.Context, o ImportOptions, r io.Reader) (*harenav1.Layer, []string, error) {
+// sendLayer sends a tar stream, with more parameters.
+func (c *Client) sendLayer(ctx context.Context, o ImportOptions, r io.Reader, more url.Values) (*harenav1.Layer, []string, error) {
 	q := url.Values{"name": {o.Name}, "request_id": {newID()}}
 	for k, v := range map[string]string{"kind": o.Kind, "project": c.project} {
 		if v != "" {
 			q.Set(k, v)
 		}
+	}
+	for k, v := range more {
+		q[k] = v
 	}
 	res, err := c.plain(ctx, http.MethodPost, "/v1/layers?"+q.Encode(), http.Header{"Accept": {"application/json"}}, r)
 	if err != nil {
@@ -139,7 +176,7 @@ func (c *Client) importRemote(ctx context.Context, o ImportOptions) (*harenav1.L
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	stream, err := c.layer.Import(ctx, connect.NewRequest(&harenav1.ImportRequest{
-		RequestId: newID(), Project: c.project, Name: o.Name, Kind: o.Kind, Source: o.Source,
+		RequestId: newID(), Project: c.project, Name: o.Name, Kind: o.Kind, Source: o.Source, Collapse: o.Collapse,
 	}))
 	if err != nil {
 		return nil, nil, c.failure(ctx, err)
