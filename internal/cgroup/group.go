@@ -59,6 +59,13 @@ const cpuPeriod = 100_000
 // minQuota is the least quota that the kernel takes (min_cfs_quota_period); µs.
 const minQuota = 1000
 
+// On v1 what waits in sockets is not part of the memory limit, and without a limit of its own not even counted: it could
+// take the memory that the node has for TCP altogether (net.ipv4.tcp_mem).
+const (
+	socketLimit = "memory.kmem.tcp.limit_in_bytes"
+	minSockets  = 16 << 20
+)
+
 // plan lists, in order, what makes a group with its limits.
 func (g *Group) plan(l Limits) []op {
 	p, r := g.Paths(), g.r
@@ -97,6 +104,9 @@ func (g *Group) plan(l Limits) []op {
 		if r.swap {
 			// Memory and swap together; it may not be below limit_in_bytes, hence after it.
 			ops = append(ops, op{v1(memory), "memory.memsw.limit_in_bytes", limit})
+		}
+		if r.sockets {
+			ops = append(ops, op{v1(memory), socketLimit, strconv.FormatInt(max(l.Memory/4, minSockets), 10)})
 		}
 	}
 	if r.v1[cpu] != "" && l.CPU > 0 {

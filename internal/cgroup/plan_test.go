@@ -65,13 +65,14 @@ func TestSplitPerController(t *testing.T) {
 }
 
 func TestPlanV1(t *testing.T) {
-	r := &Root{dir: "/u/h", v1: map[string]string{"cpu": "/c/h", "memory": "/m/h", "pids": "/p/h"}, swap: true}
-	got := r.Group("id").plan(Limits{CPU: 1.5, Memory: 1 << 20, Pids: 10})
+	r := &Root{dir: "/u/h", v1: map[string]string{"cpu": "/c/h", "memory": "/m/h", "pids": "/p/h"}, swap: true, sockets: true}
+	got := r.Group("id").plan(Limits{CPU: 1.5, Memory: 1 << 30, Pids: 10})
 	want := []op{
 		{dir: "/u/h/id"}, {dir: "/u/h/id/zygote"}, {dir: "/u/h/id/files"}, {dir: "/u/h/id/work"},
 		{dir: "/c/h/id"}, {dir: "/m/h/id"}, {dir: "/p/h/id"},
-		{"/m/h/id", "memory.limit_in_bytes", "1048576"},
-		{"/m/h/id", "memory.memsw.limit_in_bytes", "1048576"},
+		{"/m/h/id", "memory.limit_in_bytes", "1073741824"},
+		{"/m/h/id", "memory.memsw.limit_in_bytes", "1073741824"},
+		{"/m/h/id", "memory.kmem.tcp.limit_in_bytes", "268435456"},
 		{"/c/h/id", "cpu.cfs_quota_us", "150000"},
 		{"/p/h/id", "pids.max", "11"},
 	}

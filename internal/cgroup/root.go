@@ -24,6 +24,7 @@ type Root struct {
 	v1      map[string]string // controller → <v1 mount>/<name>
 	missing []string
 	swap    bool // memory.swap.max, or memory.memsw.limit_in_bytes, exists
+	sockets bool // v1's memory.kmem.tcp.limit_in_bytes exists
 }
 
 // Open makes, or finds, the groups of the edge called name (such as
@@ -146,6 +147,8 @@ func openAt(fs filesystem, l Layout, base, name string) (*Root, error) {
 	case r.v1[memory] != "":
 		_, err = fs.read(r.v1[memory] + "/memory.memsw.limit_in_bytes")
 		r.swap = err == nil
+		_, err = fs.read(r.v1[memory] + "/" + socketLimit)
+		r.sockets = err == nil
 	}
 	return r, nil
 }

@@ -85,11 +85,22 @@ func leaf(a action) []unix.SockFilter {
 	case argPersonality:
 		return append(append([]unix.SockFilter{load(arg(0))}, oneOf(personalities, ret(retAllow))...), eperm)
 	case argSocket:
-		code := append([]unix.SockFilter{load(arg(0))}, oneOf(families, ret(retAllow))...)
+		// What the kernel says without the protocol: sudo's and PAM's audit code then goes on.
+		noProtocol := ret(retErrno | uint32(unix.EPROTONOSUPPORT))
+		inet := append([]unix.SockFilter{load(arg(2))}, oneOf(inetProtocols, ret(retAllow))...)
+		inet = append(inet, noProtocol)
+		code := append([]unix.SockFilter{load(arg(0))}, oneOf([]uint32{unix.AF_UNIX}, ret(retAllow))...)
+		code = append(code, jump(unix.BPF_JEQ, unix.AF_INET, 1, 0), jump(unix.BPF_JEQ, unix.AF_INET6, 0, uint8(len(inet))))
+		code = append(code, inet...)
 		code = append(code, jump(unix.BPF_JEQ, unix.AF_NETLINK, 1, 0), ret(retErrno|uint32(unix.EAFNOSUPPORT)), load(arg(2)))
 		code = append(code, oneOf(netlinkProtocols, ret(retAllow))...)
-		// What the kernel says without the protocol: sudo's and PAM's audit code then goes on.
-		return append(code, ret(retErrno|uint32(unix.EPROTONOSUPPORT)))
+		return append(code, noProtocol)
+	case argMmap: // as when no such page is free
+		return []unix.SockFilter{load(arg(3)), jump(unix.BPF_JSET, unix.MAP_HUGETLB, 0, 1), ret(retErrno | uint32(unix.ENOMEM)), ret(retAllow)}
+	case argMemfd: // as of a kernel without hugetlbfs
+		return []unix.SockFilter{load(arg(1)), jump(unix.BPF_JSET, unix.MFD_HUGETLB, 0, 1), ret(retErrno | uint32(unix.ENOSYS)), ret(retAllow)}
+	case argPrctl: // as of a kernel without core scheduling
+		return []unix.SockFilter{load(arg(0)), jump(unix.BPF_JEQ, unix.PR_SCHED_CORE, 0, 1), ret(retErrno | uint32(unix.EINVAL)), ret(retAllow)}
 	case argIoctl:
 		code := append([]unix.SockFilter{load(arg(1))}, oneOf(deniedIoctls, eperm)...)
 		code = append(code, and(0xffff))

@@ -13,6 +13,9 @@ const (
 	argPersonality
 	argSocket
 	argIoctl
+	argMmap
+	argMemfd
+	argPrctl
 )
 
 // newest is the highest system call that the table knows. What is newer does not exist inside,
@@ -23,7 +26,10 @@ const newest = unix.SYS_FILE_SETATTR // Linux 6.17
 // newer, and the capabilities of Capabilities. Deviations:
 //
 //   - argSocket: families other than UNIX, INET, INET6 and parts of NETLINK do not exist. Docker excludes only AF_VSOCK.
+//     Of INET those protocols exist that are not modules, which any process could make the node load: no SCTP, SMC, L2TP.
 //   - argIoctl: see deniedIoctls. Docker filters none.
+//   - argMmap, argMemfd: no pages of hugetlbfs, which the node reserves for others and memory limits do not cover.
+//   - argPrctl: no core scheduling, by which a process keeps others off its core.
 //   - the i386 and x32 ABIs do not exist: half of the kernel's entry points for nothing that runs here.
 //   - memfd_secret: its pages cannot be paged out or dumped when a sandbox is paused.
 //   - statmount, listmount: mount options by another way; callers read mountinfo instead.
@@ -38,7 +44,7 @@ const newest = unix.SYS_FILE_SETATTR // Linux 6.17
 var table = map[action][]int{
 	allow: {
 		unix.SYS_READ, unix.SYS_WRITE, unix.SYS_OPEN, unix.SYS_CLOSE, unix.SYS_STAT, unix.SYS_FSTAT, unix.SYS_LSTAT,
-		unix.SYS_POLL, unix.SYS_LSEEK, unix.SYS_MMAP, unix.SYS_MPROTECT, unix.SYS_MUNMAP, unix.SYS_BRK,
+		unix.SYS_POLL, unix.SYS_LSEEK, unix.SYS_MPROTECT, unix.SYS_MUNMAP, unix.SYS_BRK,
 		unix.SYS_RT_SIGACTION, unix.SYS_RT_SIGPROCMASK, unix.SYS_RT_SIGRETURN, unix.SYS_PREAD64, unix.SYS_PWRITE64,
 		unix.SYS_READV, unix.SYS_WRITEV, unix.SYS_ACCESS, unix.SYS_PIPE, unix.SYS_SELECT, unix.SYS_SCHED_YIELD,
 		unix.SYS_MREMAP, unix.SYS_MSYNC, unix.SYS_MINCORE, unix.SYS_MADVISE, unix.SYS_SHMGET, unix.SYS_SHMAT,
@@ -64,7 +70,7 @@ var table = map[action][]int{
 		unix.SYS_SCHED_GETPARAM, unix.SYS_SCHED_SETSCHEDULER, unix.SYS_SCHED_GETSCHEDULER,
 		unix.SYS_SCHED_GET_PRIORITY_MAX, unix.SYS_SCHED_GET_PRIORITY_MIN, unix.SYS_SCHED_RR_GET_INTERVAL,
 		unix.SYS_MLOCK, unix.SYS_MUNLOCK, unix.SYS_MLOCKALL, unix.SYS_MUNLOCKALL, unix.SYS_MODIFY_LDT,
-		unix.SYS_PRCTL, unix.SYS_ARCH_PRCTL, unix.SYS_ADJTIMEX, unix.SYS_SETRLIMIT, unix.SYS_CHROOT, unix.SYS_SYNC,
+		unix.SYS_ARCH_PRCTL, unix.SYS_ADJTIMEX, unix.SYS_SETRLIMIT, unix.SYS_CHROOT, unix.SYS_SYNC,
 		unix.SYS_GETTID, unix.SYS_READAHEAD, unix.SYS_SETXATTR, unix.SYS_LSETXATTR, unix.SYS_FSETXATTR,
 		unix.SYS_GETXATTR, unix.SYS_LGETXATTR, unix.SYS_FGETXATTR, unix.SYS_LISTXATTR, unix.SYS_LLISTXATTR,
 		unix.SYS_FLISTXATTR, unix.SYS_REMOVEXATTR, unix.SYS_LREMOVEXATTR, unix.SYS_FREMOVEXATTR, unix.SYS_TKILL,
@@ -90,7 +96,7 @@ var table = map[action][]int{
 		unix.SYS_RECVMMSG, unix.SYS_FANOTIFY_MARK, unix.SYS_PRLIMIT64, unix.SYS_NAME_TO_HANDLE_AT,
 		unix.SYS_CLOCK_ADJTIME, unix.SYS_SYNCFS, unix.SYS_SENDMMSG, unix.SYS_GETCPU, unix.SYS_PROCESS_VM_READV,
 		unix.SYS_PROCESS_VM_WRITEV, unix.SYS_SCHED_SETATTR, unix.SYS_SCHED_GETATTR, unix.SYS_RENAMEAT2,
-		unix.SYS_SECCOMP, unix.SYS_GETRANDOM, unix.SYS_MEMFD_CREATE, unix.SYS_EXECVEAT, unix.SYS_MEMBARRIER,
+		unix.SYS_SECCOMP, unix.SYS_GETRANDOM, unix.SYS_EXECVEAT, unix.SYS_MEMBARRIER,
 		unix.SYS_MLOCK2, unix.SYS_COPY_FILE_RANGE, unix.SYS_PREADV2, unix.SYS_PWRITEV2, unix.SYS_PKEY_MPROTECT,
 		unix.SYS_PKEY_ALLOC, unix.SYS_PKEY_FREE, unix.SYS_STATX, unix.SYS_IO_PGETEVENTS, unix.SYS_RSEQ,
 		unix.SYS_PIDFD_SEND_SIGNAL, unix.SYS_PIDFD_OPEN, unix.SYS_CLOSE_RANGE, unix.SYS_OPENAT2,
@@ -112,6 +118,9 @@ var table = map[action][]int{
 	argPersonality: {unix.SYS_PERSONALITY},
 	argSocket:      {unix.SYS_SOCKET},
 	argIoctl:       {unix.SYS_IOCTL},
+	argMmap:        {unix.SYS_MMAP},
+	argMemfd:       {unix.SYS_MEMFD_CREATE},
+	argPrctl:       {unix.SYS_PRCTL},
 }
 
 // personalities that may be set: Docker's. 0xffffffff asks for the present one.
@@ -122,8 +131,8 @@ var personalities = []uint32{0, 0x0008, 0x20000, 0x20008, 0xffffffff}
 const namespaceFlags = unix.CLONE_NEWNS | unix.CLONE_NEWCGROUP | unix.CLONE_NEWUTS | unix.CLONE_NEWIPC |
 	unix.CLONE_NEWUSER | unix.CLONE_NEWPID | unix.CLONE_NEWNET
 
-// families of sockets that exist.
-var families = []uint32{unix.AF_UNIX, unix.AF_INET, unix.AF_INET6}
+// inetProtocols exist of AF_INET and AF_INET6.
+var inetProtocols = []uint32{0, unix.IPPROTO_ICMP, unix.IPPROTO_TCP, unix.IPPROTO_UDP, unix.IPPROTO_ICMPV6, unix.IPPROTO_UDPLITE, unix.IPPROTO_MPTCP}
 
 // netlinkProtocols that exist: what getifaddrs, ss and libudev use.
 var netlinkProtocols = []uint32{unix.NETLINK_ROUTE, unix.NETLINK_SOCK_DIAG, unix.NETLINK_KOBJECT_UEVENT}

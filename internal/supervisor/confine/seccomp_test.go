@@ -109,7 +109,7 @@ func TestRows(t *testing.T) {
 	const ok, eperm, enosys = "allow", "EPERM", "ENOSYS"
 	names := map[uint32]string{
 		unix.SECCOMP_RET_ALLOW: ok, errno(unix.EPERM): eperm, errno(unix.ENOSYS): enosys,
-		errno(unix.EAFNOSUPPORT): "EAFNOSUPPORT", errno(unix.EPROTONOSUPPORT): "EPROTONOSUPPORT",
+		errno(unix.ENOMEM): "ENOMEM", errno(unix.EINVAL): "EINVAL", errno(unix.EAFNOSUPPORT): "EAFNOSUPPORT", errno(unix.EPROTONOSUPPORT): "EPROTONOSUPPORT",
 	}
 	for _, r := range []struct {
 		name         string
@@ -157,6 +157,17 @@ func TestRows(t *testing.T) {
 		{"personality without randomisation", unix.SYS_PERSONALITY, [6]uint64{0x0040000}, eperm, eperm},
 		{"socket UNIX", unix.SYS_SOCKET, [6]uint64{unix.AF_UNIX}, ok, ok},
 		{"socket INET6", unix.SYS_SOCKET, [6]uint64{unix.AF_INET6}, ok, ok},
+		{"socket INET, TCP", unix.SYS_SOCKET, [6]uint64{unix.AF_INET, unix.SOCK_STREAM, unix.IPPROTO_TCP}, ok, ok},
+		{"socket INET6, ICMPv6", unix.SYS_SOCKET, [6]uint64{unix.AF_INET6, unix.SOCK_DGRAM, unix.IPPROTO_ICMPV6}, ok, ok},
+		{"socket INET, SCTP", unix.SYS_SOCKET, [6]uint64{unix.AF_INET, unix.SOCK_STREAM, unix.IPPROTO_SCTP}, ok, "EPROTONOSUPPORT"},
+		{"socket INET6, L2TP", unix.SYS_SOCKET, [6]uint64{unix.AF_INET6, unix.SOCK_DGRAM, unix.IPPROTO_L2TP}, ok, "EPROTONOSUPPORT"},
+		{"socket INET, SMC", unix.SYS_SOCKET, [6]uint64{unix.AF_INET, unix.SOCK_STREAM, 256}, ok, "EPROTONOSUPPORT"},
+		{"mmap", unix.SYS_MMAP, [6]uint64{3: unix.MAP_PRIVATE | unix.MAP_ANONYMOUS | unix.MAP_NORESERVE}, ok, ok},
+		{"mmap of huge pages", unix.SYS_MMAP, [6]uint64{3: unix.MAP_PRIVATE | unix.MAP_ANONYMOUS | unix.MAP_HUGETLB}, ok, "ENOMEM"},
+		{"memfd_create", unix.SYS_MEMFD_CREATE, [6]uint64{1: unix.MFD_CLOEXEC | unix.MFD_ALLOW_SEALING}, ok, ok},
+		{"memfd_create of huge pages", unix.SYS_MEMFD_CREATE, [6]uint64{1: unix.MFD_HUGETLB | 21<<26}, ok, enosys},
+		{"prctl PR_SET_NAME", unix.SYS_PRCTL, [6]uint64{unix.PR_SET_NAME}, ok, ok},
+		{"prctl PR_SCHED_CORE", unix.SYS_PRCTL, [6]uint64{unix.PR_SCHED_CORE}, ok, "EINVAL"},
 		{"socket VSOCK", unix.SYS_SOCKET, [6]uint64{unix.AF_VSOCK}, eperm, "EAFNOSUPPORT"},
 		{"socket ALG", unix.SYS_SOCKET, [6]uint64{unix.AF_ALG}, ok, "EAFNOSUPPORT"},
 		{"socket PACKET", unix.SYS_SOCKET, [6]uint64{unix.AF_PACKET}, ok, "EAFNOSUPPORT"},

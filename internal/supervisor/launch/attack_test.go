@@ -102,6 +102,7 @@ func TestCalls(t *testing.T) {
 		"clone3": "ENOSYS", "i386": "ENOSYS", "x32": "ENOSYS", "unknown": "ENOSYS",
 		"personality-read": "OK", "af-inet": "OK", "af-unix": "OK", "netlink-route": "OK",
 		"af-vsock": "EAFNOSUPPORT", "af-packet": "EAFNOSUPPORT", "af-alg": "EAFNOSUPPORT",
+		"sctp": "EPROTONOSUPPORT", "mmap-huge": "ENOMEM", "memfd-huge": "ENOSYS", "sched-core": "EINVAL", "nice-negative": "EACCES",
 		"netlink-audit": "EPROTONOSUPPORT", "netlink-netfilter": "EPROTONOSUPPORT",
 	}
 	for name, what := range got {

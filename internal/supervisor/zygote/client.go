@@ -116,7 +116,23 @@ func (i *Image) exec(files []*os.File, sys *syscall.SysProcAttr) (*os.Process, *
 		_ = conn.Close()
 		return nil, nil, fmt.Errorf("start zygote: %w", err)
 	}
+	if err := equalOnOOM(proc.Pid); err != nil {
+		_ = conn.Close()
+		_ = proc.Kill()
+		_, _ = proc.Wait()
+		return nil, nil, fmt.Errorf("start zygote: %w", err)
+	}
 	return proc, conn, nil
+}
+
+// equalOnOOM undoes the protection from the kernel's OOM killer that a service manager may have given the node's
+// daemon: all in the sandbox would inherit it. Docker's containers start with 0 too.
+func equalOnOOM(pid int) error {
+	err := os.WriteFile(fmt.Sprintf("/proc/%d/oom_score_adj", pid), []byte("0"), 0)
+	if errors.Is(err, unix.EACCES) {
+		return nil // it is above, and only CAP_SYS_RESOURCE may lower it: killed sooner than others, not later
+	}
+	return err
 }
 
 // socketpair is a pair of connected sockets that keep messages apart.

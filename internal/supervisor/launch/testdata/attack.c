@@ -3,20 +3,27 @@
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <mqueue.h>
 #include <sched.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/inotify.h>
 #include <sys/ioctl.h>
+#include <sys/mman.h>
 #include <sys/mount.h>
 #include <sys/personality.h>
+#include <sys/prctl.h>
 #include <sys/ptrace.h>
+#include <sys/resource.h>
+#include <sys/shm.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
 #include <sys/wait.h>
+#include <sys/xattr.h>
 #include <unistd.h>
 
 static void say(const char *name, long r)
@@ -138,9 +145,98 @@ static void calls(void)
 	say("i386", int80(20));
 	say("x32", syscall(0x40000000 + SYS_getpid));
 	say("unknown", syscall(600));
+	say("sctp", socket(AF_INET, SOCK_STREAM, 132));
+	say("mmap-huge", mmap(0, 2 << 20, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_HUGETLB, -1, 0) == MAP_FAILED ? -1 : 0);
+	say("memfd-huge", memfd_create("x", MFD_HUGETLB));
+	say("shm-huge", shmget(IPC_PRIVATE, 2 << 20, IPC_CREAT | SHM_HUGETLB | 0600));
+	say("sched-core", prctl(62, 1, 0, 0, 0));
+	struct sched_param fifo = { 1 };
+	say("sched-fifo", sched_setscheduler(0, SCHED_FIFO, &fifo));
+	errno = 0;
+	say("nice-negative", setpriority(PRIO_PROCESS, 0, -1));
 	say("mknod-disk", mknod("/tmp/disk", S_IFBLK | 0600, 254 << 8));
 	say("mknod-null", mknod("/tmp/null", S_IFCHR | 0666, 1 << 8 | 3));
 	say("mknod-whiteout", mknod("/tmp/wh", S_IFCHR | 0666, 0));
+}
+
+// self prints what a command has been given.
+static void self(void)
+{
+	for (int fd = 0; fd < 4096; fd++)
+		if (fcntl(fd, F_GETFD) >= 0)
+			printf("fd%d %#x\n", fd, fcntl(fd, F_GETFL));
+	sigset_t blocked;
+	sigprocmask(SIG_BLOCK, 0, &blocked);
+	for (int sig = 1; sig < 65; sig++) {
+		struct sigaction a = { 0 };
+		if (sigismember(&blocked, sig) == 1 || (sigaction(sig, 0, &a) == 0 && a.sa_handler != SIG_DFL))
+			printf("signal%d changed\n", sig);
+	}
+	int m = umask(0);
+	printf("umask %03o\n", m);
+	printf("session %s\n", getsid(0) == getpid() && getpgrp() == getpid() ? "own" : "shared");
+	printf("tty %s\n", open("/dev/tty", O_RDWR) < 0 ? strerrorname_np(errno) : "OK");
+	printf("parent %d\n", getppid());
+	printf("nice %d\n", getpriority(PRIO_PROCESS, 0));
+	printf("scheduler %d\n", sched_getscheduler(0));
+	printf("io-priority %ld\n", syscall(SYS_ioprio_get, 1, 0));
+	printf("personality %#x\n", personality(0xffffffff));
+	printf("securebits %d\n", prctl(PR_GET_SECUREBITS));
+	printf("no-new-privs %d\n", prctl(PR_GET_NO_NEW_PRIVS, 0, 0, 0, 0));
+	int death = -1;
+	prctl(PR_GET_PDEATHSIG, &death);
+	printf("death-signal %d\n", death);
+	extern char **environ;
+	for (char **e = environ; *e; e++)
+		printf("env:%s\n", *e);
+	for (int r = 0; r < 16; r++) {
+		struct rlimit l;
+		getrlimit(r, &l);
+		printf("rlimit%d %lld %lld\n", r, (long long)l.rlim_cur, (long long)l.rlim_max);
+	}
+}
+
+// counters uses up what the kernel counts per user, or for the whole node.
+static void counters(void)
+{
+	int n = 0;
+	while (inotify_init1(0) >= 0)
+		n++;
+	printf("inotify %d\n", n);
+	struct mq_attr a = { 0, 10, 8000 };
+	char name[16];
+	for (n = 0; n < 1000; n++) {
+		snprintf(name, sizeof name, "/q%d", n);
+		if (syscall(SYS_mq_open, name + 1, O_CREAT | O_RDWR, 0600, &a) < 0)
+			break;
+	}
+	printf("mqueues %d\n", n);
+	sigset_t all;
+	sigfillset(&all);
+	sigprocmask(SIG_BLOCK, &all, 0);
+	union sigval v = { 0 };
+	for (n = 0; sigqueue(getpid(), 40, v) == 0;)
+		n++;
+	printf("signals %d\n", n);
+	struct rlimit files = { 4096, 4096 };
+	setrlimit(RLIMIT_NOFILE, &files);
+	for (n = 0; open("/dev/ptmx", O_RDWR | O_NOCTTY) >= 0;)
+		n++;
+	printf("terminals %d\n", n);
+	printf("held\n");
+	fflush(stdout);
+}
+
+// xattrs sets on a file what overlayfs or the node could believe.
+static void xattrs(const char *path)
+{
+	static const char *names[] = { "user.overlay.opaque", "user.overlay.redirect", "user.overlay.metacopy", "trusted.overlay.opaque",
+				       "trusted.overlay.redirect", "trusted.overlay.overlay.opaque", "trusted.other", "security.ima", "security.other" };
+	for (unsigned i = 0; i < sizeof names / sizeof *names; i++)
+		say(names[i], setxattr(path, names[i], "y", 1, 0));
+	// cap_chown and cap_sys_admin, permitted and effective (linux/capability.h, struct vfs_cap_data)
+	static const unsigned char caps[20] = { 1, 0, 0, 2, 1, 0, 0x20 };
+	say("security.capability", setxattr(path, "security.capability", caps, sizeof caps, 0));
 }
 
 int main(int argc, char **argv)
@@ -149,6 +245,16 @@ int main(int argc, char **argv)
 		process(atoi(argv[2]));
 	else if (argc == 2 && !strcmp(argv[1], "calls"))
 		calls();
+	else if (argc == 2 && !strcmp(argv[1], "self"))
+		self();
+	else if (argc == 2 && !strcmp(argv[1], "counters"))
+		counters();
+	else if (argc == 2 && !strcmp(argv[1], "hold")) {
+		counters();
+		for (;;)
+			pause();
+	} else if (argc == 3 && !strcmp(argv[1], "xattrs"))
+		xattrs(argv[2]);
 	else if (argc == 3 && !strcmp(argv[1], "ids")) // a setuid program prints whom it runs as, then waits
 		printf("%d %d\n", getuid(), geteuid());
 	else
