@@ -15,6 +15,7 @@ import (
 	"log/slog"
 	"math"
 	"net/http"
+	"strings"
 	"time"
 
 	"connectrpc.com/connect"
@@ -47,9 +48,23 @@ type Server struct {
 	errorWriter *connect.ErrorWriter
 }
 
-// maxMessage is the largest request message: 16 MiB of file content as base64
-// in JSON, with room for the rest.
-const maxMessage = 24 << 20
+const (
+	// maxMessage is the largest request message: 16 MiB of file content as base64
+	// in JSON, with room for the rest.
+	maxMessage = 24 << 20
+	// maxShort is that of services that carry no content.
+	maxShort = 4 << 20
+)
+
+// maxBytes is the largest request of a procedure.
+func maxBytes(procedure string) int {
+	for _, service := range []string{harenav1connect.ExecServiceName, harenav1connect.FileServiceName, harenav1connect.FunctionServiceName} {
+		if strings.HasPrefix(procedure, "/"+service+"/") {
+			return maxMessage
+		}
+	}
+	return maxShort
+}
 
 // New makes a server.
 func New(c Config) *Server {
@@ -73,7 +88,9 @@ func (s *Server) Handler() http.Handler {
 	opts := []connect.HandlerOption{
 		connect.WithInterceptors(&gate{s}),
 		connect.WithRecover(s.recovered),
-		connect.WithReadMaxBytes(maxMessage),
+		connect.WithConditionalHandlerOptions(func(spec connect.Spec) []connect.HandlerOption {
+			return []connect.HandlerOption{connect.WithReadMaxBytes(maxBytes(spec.Procedure))}
+		}),
 		// Compressed requests are read; answers are never compressed: it would cost more than the network, and a
 		// stream of output that compresses well would escape the windows that hold it back.
 		connect.WithCompressMinBytes(math.MaxInt),
@@ -95,7 +112,7 @@ func (s *Server) Handler() http.Handler {
 		s.writeError(w, r, errs.E(errs.NotFound, "%s %.200s is not served here", r.Method, r.URL.Path).
 			WithHint("API calls are POST /harena.v1.SERVICE/METHOD; see the files under api/harena/v1"))
 	})
-	return s.logged(s.authenticated(mux))
+	return s.logged(s.authenticated(s.explained(mux)))
 }
 
 // ready answers 200 when at least one edge answers.

@@ -411,3 +411,45 @@ func TestPanicsAreAnsweredAndLogged(t *testing.T) {
 		t.Errorf("internals leak: %v", e)
 	}
 }
+
+// TestUnreadableRequests: what Connect refuses before anything of ours is asked has the form of all errors.
+func TestUnreadableRequests(t *testing.T) {
+	n := newNode(t, "edgeaa")
+	const list, run = "/harena.v1.SandboxService/List", "/harena.v1.ExecService/Run"
+	for name, c := range map[string]struct {
+		method, path, kind, body string
+		status                   int
+		want                     string
+	}{
+		"no JSON":      {"POST", list, "application/json", "{", 400, "not the JSON of its message"},
+		"empty":        {"POST", list, "application/json", "", 400, "not the JSON of its message"},
+		"wrong type":   {"POST", list, "application/json", `{"page": 7}`, 400, "not the JSON of its message"},
+		"no type":      {"POST", list, "text/plain", "{}", 400, "Content-Type: application/json"},
+		"method":       {"GET", list, "application/json", "", 400, "use POST"},
+		"no procedure": {"POST", list + "s", "application/json", "{}", 404, "no procedure"},
+		"no service":   {"POST", "/harena.v1.None/List", "application/json", "{}", 404, "no procedure"},
+		"stream":       {"POST", run, "application/json", "{}", 400, "application/connect+json"},
+		"too long":     {"POST", list, "application/json", `{"unknown": "` + strings.Repeat("x", 5<<20) + `"}`, 400, "bytes of a request is limited to 4194304"},
+		"fine":         {"POST", list, "application/json; charset=utf-8", "{}", 200, ""},
+	} {
+		t.Run(name, func(t *testing.T) {
+			req, err := http.NewRequestWithContext(within(t), c.method, n.url+c.path, strings.NewReader(c.body))
+			if err != nil {
+				t.Fatal(err)
+			}
+			req.Header.Set("Content-Type", c.kind)
+			res, err := n.client(t).Do(req)
+			if err != nil {
+				t.Fatal(err)
+			}
+			body, err := io.ReadAll(res.Body)
+			_ = res.Body.Close()
+			if err != nil || res.StatusCode != c.status || !strings.Contains(string(body), c.want) {
+				t.Errorf("%s %s, %v; want %d and %q", res.Status, body, err, c.status, c.want)
+			}
+			if c.status != 200 && !strings.Contains(string(body), "harena.v1.ErrorDetail") || strings.Contains(string(body), "harenav1") {
+				t.Errorf("%s", body)
+			}
+		})
+	}
+}
