@@ -4,6 +4,7 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"os"
+	"os/exec"
 	"runtime"
 	"runtime/debug"
 	"testing"
@@ -105,5 +106,24 @@ func TestWarmGivesWay(t *testing.T) {
 	w.Close()
 	if !readable(r) {
 		t.Error("a pipe at its end is not readable")
+	}
+}
+
+// TestTrimCostsNothing trims a process of which nothing can be given back. The worst case is one that never collected: the
+// test starts itself anew as such.
+func TestTrimCostsNothing(t *testing.T) {
+	if os.Getenv("HARENA_TEST_TRIM") == "" {
+		cmd := exec.Command(os.Args[0], "-test.run=^TestTrimCostsNothing$", "-test.v")
+		cmd.Env = []string{"HARENA_TEST_TRIM=1", "GOGC=off", "GOMAXPROCS=2"}
+		if out, err := cmd.CombinedOutput(); err != nil {
+			t.Errorf("%v\n%s", err, out)
+		}
+		return
+	}
+	a := newActivity()
+	before := private()
+	a.trim()
+	if grew := private() - before; before == 0 || grew > 128<<10 {
+		t.Errorf("trimming costs %d KiB, of %d", grew>>10, before>>10)
 	}
 }

@@ -67,12 +67,35 @@ func (s *supervisor) listen() error {
 	if err := os.Remove(claim.Socket); err != nil && !os.IsNotExist(err) {
 		return err
 	}
-	l, err := net.Listen("unix", claim.Socket)
+	l, err := listenUnix(claim.Socket)
 	if err != nil {
 		return fmt.Errorf("listen on the sandbox's socket: %w", err)
 	}
 	s.listener = l
 	return nil
+}
+
+// listenUnix is net.Listen without its look at the limit of the backlog, which costs a buffer of 64 KiB.
+func listenUnix(name string) (net.Listener, error) {
+	fd, err := unix.Socket(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, 0)
+	if err != nil {
+		return nil, os.NewSyscallError("socket", err)
+	}
+	f := os.NewFile(uintptr(fd), name)
+	defer f.Close() //nolint:errcheck // FileListener duplicates it
+	if err := unix.Bind(fd, &unix.SockaddrUnix{Name: name}); err != nil {
+		return nil, os.NewSyscallError("bind", err)
+	}
+	// The kernel lowers it to net.core.somaxconn.
+	if err := unix.Listen(fd, 4096); err != nil {
+		return nil, os.NewSyscallError("listen", err)
+	}
+	l, err := net.FileListener(f)
+	if err != nil {
+		return nil, err
+	}
+	l.(*net.UnixListener).SetUnlinkOnClose(true)
+	return l, nil
 }
 
 // onDemand makes the handler at the first call.
