@@ -6,6 +6,8 @@ GO ?= go
 VERSION ?= $(shell git describe --tags --always --dirty 2>/dev/null || echo dev)
 TOOLS := $(shell scripts/tools-dir)
 export PATH := $(TOOLS):$(PATH)
+# Tests and benchmarks start nodes of their own, whatever node the shell is set to.
+unexport HARENA_URL HARENA_TOKEN HARENA_PROJECT
 LDFLAGS := -s -w -X main.version=$(VERSION)
 ZYGOTE := internal/supervisor/zygote/zygote.bin
 
