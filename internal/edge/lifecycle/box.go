@@ -44,6 +44,7 @@ type box struct {
 	streams atomic.Int64  // calls under way
 	lastUse atomic.Int64  // Unix nanoseconds
 	looked  atomic.Int64  // lastUse when counters were read last
+	oomAt   atomic.Int64  // Unix nanoseconds: when a kill for want of memory was seen last
 	files   atomic.Bool   // a supervisor for the files of a failed sandbox is up
 	quit    chan struct{} // closed when an exit is no news any more; replaced under turn
 

@@ -62,14 +62,19 @@ func (e *Edge) exited(b *box, be backend.Backend, quit chan struct{}) {
 	sctx, scancel := context.WithTimeout(ctx, 500*time.Millisecond)
 	status, serr := e.status(sctx, b.id)
 	scancel()
-	reason, message := exitReason(status, serr, uerr == nil && usage.OOMKills > b.record().OOMKills)
+	// The regular look may have seen the kill that ended it: a supervisor takes a moment to end.
+	oom := uerr == nil && usage.OOMKills > b.record().OOMKills || e.clock.Now().Sub(time.Unix(0, b.oomAt.Load())) < oomEnds
+	reason, message := exitReason(status, serr, oom)
 	if err := e.fail(ctx, b, reason, message, usage); err != nil {
 		e.log.Error("a sandbox that ended could not be cleared away", "sandbox", b.id, "err", err)
 	}
 }
 
+// oomEnds is how long after a kill for want of memory the end of a sandbox is taken for its consequence.
+const oomEnds = 10 * time.Second
+
 // exitReason says why a sandbox ended, from what its supervisor still says and whether processes were killed for want of
-// memory since the edge looked last.
+// memory just before.
 func exitReason(status *guestv1.StatusResponse, err error, oom bool) (sandbox.Reason, string) {
 	switch {
 	case err == nil && !status.GetAlive() && (status.GetReason() == string(sandbox.ReasonOOM) || oom):
@@ -258,6 +263,7 @@ func (e *Edge) look(b *box) {
 		}
 		if n := u.OOMKills - r.OOMKills; n > 0 {
 			r.OOMKills = u.OOMKills
+			b.oomAt.Store(e.clock.Now().UnixNano())
 			e.event("sandbox.oom", r, fmt.Sprintf("the kernel killed %d processes for want of memory", n), map[string]string{"kills": fmt.Sprint(n)})
 		}
 		if n := u.PidsHits - r.PidsHits; n > 0 {

@@ -248,6 +248,30 @@ func TestExits(t *testing.T) {
 	}
 }
 
+// TestExitAfterAKillThatWasSeen: the kill that ends a sandbox is often counted before the supervisor is gone.
+func TestExitAfterAKillThatWasSeen(t *testing.T) {
+	for wait, reason := range map[time.Duration]string{time.Second: "oom", time.Minute: "supervisor-lost"} {
+		w := newWorld(t)
+		w.config = func(c *Config) { c.Poll = time.Millisecond }
+		e := w.up()
+		s := w.create()
+		id := sandbox.ID(s.GetId())
+		w.node.SetUsage(id, backend.Usage{OOMKills: 1})
+		w.machine.set(func(n *nodeFake) { n.kills++ })
+		w.eventually("the kill is recorded", func() bool {
+			got, err := e.Get(s.GetId())
+			return err == nil && got.GetOomKills() == 1
+		})
+		w.clock.advance(wait)
+		w.node.Kill(id, "")
+		if got := w.reach(s.GetId(), sandbox.Failed); got.GetReason() != reason {
+			t.Errorf("%v after the kill: failed as %v", wait, got)
+		}
+		w.stop(s.GetId())
+		w.empty()
+	}
+}
+
 // TestExitThatCannotBeCleared: what of a failed sandbox could not be ended is ended later.
 func TestExitThatCannotBeCleared(t *testing.T) {
 	w := newWorld(t)
