@@ -152,9 +152,16 @@ func logger(level string, w io.Writer) (*slog.Logger, error) {
 	return slog.New(slog.NewTextHandler(w, &slog.HandlerOptions{Level: l})), nil
 }
 
+// portWait is what a server that was told to end, or was killed, may still hold its port.
+const portWait = 3 * time.Second
+
 func listen(ctx context.Context, address string) (net.Listener, error) {
 	var lc net.ListenConfig
 	l, err := lc.Listen(ctx, "tcp", address)
+	for end := time.Now().Add(portWait); errors.Is(err, syscall.EADDRINUSE) && time.Now().Before(end) && ctx.Err() == nil; {
+		time.Sleep(50 * time.Millisecond)
+		l, err = lc.Listen(ctx, "tcp", address)
+	}
 	switch {
 	case err == nil:
 		return l, nil

@@ -168,10 +168,17 @@ func (a *app) follow(ctx context.Context, sb *harena.Sandbox, spec harena.Cmd, t
 	defer stop()
 	startCtx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	release := endOn(startCtx, signals, cancel)
+	// A command whose start is given up may run all the same, with nobody to end it: a signal waits until it has started.
+	release := endOn(startCtx, signals, func() { time.AfterFunc(startPatience, cancel) })
 	c, tty, err := begin(startCtx, spec)
 	if n := release(); n != 0 {
-		return &ExitError{exitSignal + n}
+		if err != nil {
+			return &ExitError{exitSignal + n}
+		}
+		if err := kill(c, unix.SignalName(syscall.Signal(n))); err != nil || tty {
+			c.Close()
+			return &ExitError{exitSignal + n}
+		}
 	}
 	if err != nil {
 		return err
@@ -203,6 +210,9 @@ func (a *app) follow(ctx context.Context, sb *harena.Sandbox, spec harena.Cmd, t
 	}
 	return exitWith(result.ExitCode)
 }
+
+// startPatience is how long a client that was interrupted waits for the start of its command, to end it.
+const startPatience = 3 * time.Second
 
 func exitWith(code int) error {
 	if code == 0 {
