@@ -49,7 +49,7 @@ demo: setup build
 	scripts/demo
 
 unit: $(ZYGOTE)
-	$(GO) test -race -timeout 15m ./api/... ./internal/... ./sdk/... ./cmd/...
+	$(GO) test -race -timeout 15m ./internal/... ./sdk/... ./cmd/... | { grep --line-buffered -v '\[no test files\]' || true; }
 
 scenario: build
 	$(GO) test -count=1 -timeout 20m ./test/...
