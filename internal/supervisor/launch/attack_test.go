@@ -3,6 +3,7 @@ package launch_test
 import (
 	"context"
 	"fmt"
+	"io"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -11,7 +12,10 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/harena-dev/harena/internal/cgroup"
+	"github.com/harena-dev/harena/internal/supervisor/zygote"
 )
 
 // buildAttack compiles the attacker.
@@ -65,6 +69,13 @@ func TestNobodyIsTraceable(t *testing.T) {
 			if got != "EACCES" && got != "EPERM" && got != "ESRCH" && got != "ENODATA" {
 				t.Errorf("process %d: %s: %s, want denied", pid, name, got)
 			}
+		}
+	}
+	// What inside may read of it shows the sandbox, not the node.
+	views := b.sh(t, fmt.Sprintf("cat /proc/%[1]d/mountinfo /proc/%[1]d/mounts /proc/%[1]d/cgroup /proc/%[1]d/status", p.Pid()))
+	for _, secret := range []string{"harena", "/var/", "zygote", "ext4"} {
+		if strings.Contains(views, secret) || !strings.Contains(views, "overlay") {
+			t.Errorf("a starting child shows %q:\n%s", secret, views)
 		}
 	}
 	// What inside can do to a starting child, stop it, holds up nobody else.
@@ -191,6 +202,61 @@ func procLink(t testing.TB, pid int, name string) string {
 	s, err := os.Readlink(fmt.Sprintf("/proc/%d/%s", pid, name))
 	mustDo(t, err)
 	return s
+}
+
+// TestFilesWorkerIsUntraceable: its program cannot be read inside, so its memory belongs to the node. The attacker is given
+// what no process inside has: the worker's process ID, in the node's pid namespace.
+func TestFilesWorkerIsUntraceable(t *testing.T) {
+	program, err := os.Open(buildAttack(t))
+	mustDo(t, err)
+	mustDo(t, program.Chmod(0o111))
+	b := start(t, options{worker: program})
+	null, err := os.OpenFile("/dev/null", os.O_RDWR, 0)
+	mustDo(t, err)
+	defer func() { mustDo(t, null.Close()) }()
+	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
+	defer cancel()
+	worker, err := b.StartFileWorker(ctx, 0, 0, nil, null, null)
+	mustDo(t, err)
+	defer func() {
+		mustDo(t, worker.Kill())
+		_, err := worker.Wait()
+		mustDo(t, err)
+	}()
+
+	image, err := zygote.NewImage()
+	mustDo(t, err)
+	defer func() { mustDo(t, image.Close()) }()
+	pidfd, err := unix.PidfdOpen(b.InitPid(), 0)
+	mustDo(t, err)
+	in := os.NewFile(uintptr(pidfd), "init")
+	group, err := os.Open(b.launch.GetCgroups().GetFilesTracking())
+	mustDo(t, err)
+	attack, err := os.Open(buildAttack(t))
+	mustDo(t, err)
+	r, w, err := os.Pipe()
+	mustDo(t, err)
+	p, err := image.Enter(ctx, zygote.Entry{
+		Init: in, Program: attack, Argv: []string{"attack", "process", strconv.Itoa(worker.Pid)},
+		Stdin: null, Stdout: w, Root: b.Root, Cgroup: group,
+	})
+	mustDo(t, err, w.Close(), attack.Close(), group.Close(), in.Close())
+	out, err := io.ReadAll(r)
+	mustDo(t, err, r.Close())
+	state, err := p.Wait()
+	mustDo(t, err)
+	got := outcomes(t, result{zygote.Exit{Code: state.ExitCode()}, string(out)})
+	for name, what := range got {
+		// The sandbox's /proc does not have it.
+		if what != "EPERM" && what != "EACCES" && what != "ENOENT" && what != "ESRCH" {
+			t.Errorf("%s: %s, want denied", name, what)
+		}
+	}
+	for _, name := range []string{"process_vm_readv", "process_vm_writev", "ptrace-seize", "ptrace-attach", "pidfd_getfd"} {
+		if got[name] != "EPERM" {
+			t.Errorf("%s: %s, want EPERM: the attacker should find the process", name, got[name])
+		}
+	}
 }
 
 // TestZygoteIsHidden: host processes, ours first, are not visible.

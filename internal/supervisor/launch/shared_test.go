@@ -168,7 +168,15 @@ func TestDevicesAreTheSandboxes(t *testing.T) {
 func TestAttributesSetInside(t *testing.T) {
 	lower := withAttack(t)
 	mustDo(t, os.MkdirAll(filepath.Join(lower, "data/d"), 0o755), os.WriteFile(filepath.Join(lower, "data/d/f"), []byte("below\n"), 0o644))
+	// A v2 capability: cap_chown, permitted and effective.
+	v2 := []byte{1, 0, 0, 2, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}
+	mustDo(t, unix.Setxattr(filepath.Join(lower, "data/d/f"), "security.capability", v2, 0))
 	b := start(t, options{lowers: []string{lower}})
+	b.sh(t, "touch /data/d/f")
+	up := make([]byte, 64)
+	if n, err := unix.Getxattr(filepath.Join(b.launch.GetUpper(), "data/d/f"), "security.capability", up); err != nil || !slices.Equal(up[:n], v2) {
+		t.Errorf("a file capability after copy-up: %v, %v", up[:max(n, 0)], err)
+	}
 	b.sh(t, "cp /bin/busybox /data/tool; chmod 755 /data/tool")
 	for _, path := range []string{"/data/d", "/data/d/f", "/data/tool"} {
 		for name, got := range outcomes(t, b.run(t, b.spec(t, "/bin/attack", "xattrs", path))) {
