@@ -2,8 +2,12 @@ package bench
 
 import (
 	"context"
+	"strings"
 	"testing"
 	"time"
+
+	harenav1 "github.com/harena-dev/harena/api/harena/v1"
+	"github.com/harena-dev/harena/sdk/go/harena"
 )
 
 func TestSummarise(t *testing.T) {
@@ -40,5 +44,37 @@ func TestFloorsAndPeersRunHere(t *testing.T) {
 		if p50 <= 0 {
 			t.Errorf("%s measured %v", name, p50)
 		}
+	}
+}
+
+func TestPlace(t *testing.T) {
+	for _, c := range []struct {
+		groups, cwd string
+		want        owner
+	}{
+		{"0::/harena-abcdef/control\n", "/", ofPool},
+		{"0::/harena-abcdef/control\n", "/data/sandboxes/abcdefghijklmnopqrst", ofSandbox},
+		{"8:pids:/harena-abcdef/abcdefghijklmnopqrst\n0::/harena-abcdef/abcdefghijklmnopqrst/work\n", "/", ofSandbox},
+		{"0::/harena-abcdef/abcdefghijklmnopqrst/zygote\n", "/", ofSandbox},
+		{"0::/harena-zzzzzz/control\n", "/data/sandboxes/zzzzzzghijklmnopqrst", ofOthers},
+		{"0::/user.slice\n", "/data/sandboxes/abcdefghijklmnopqrst", ofOthers},
+	} {
+		if got := place(c.groups, c.cwd, "abcdef"); got != c.want {
+			t.Errorf("place(%q, %q) = %v", c.groups, c.cwd, got)
+		}
+	}
+}
+
+func TestStepsAreShown(t *testing.T) {
+	l := laps{}
+	for _, micros := range []int64{1000, 3000, 2000} {
+		l.add(&harena.Sandbox{Timings: []*harenav1.Timing{{Step: "dirs", Micros: micros}}})
+	}
+	var out strings.Builder
+	if err := (&Report{Results: []Result{{Name: "create", Unit: "ms", Steps: l.medians()}}}).Print(&out); err != nil {
+		t.Fatal(err)
+	}
+	if !strings.Contains(out.String(), "  dirs                            2.000\n") {
+		t.Errorf("no step in\n%s", out.String())
 	}
 }

@@ -14,9 +14,8 @@ import (
 	"github.com/harena-dev/harena/sdk/go/harena"
 )
 
-// density fills the node with idle sandboxes. It reports what one costs all-in
-// (PSS of its processes, and kernel memory) and whether creating one costs more
-// when many are live.
+// density fills the node with idle sandboxes. It reports what one costs all-in (PSS of its processes, and kernel memory) and
+// whether creating one costs more when many are live.
 func density(ctx context.Context, r *runner) (results []Result, err error) {
 	n := r.n(500)
 	var all []*harena.Sandbox
@@ -24,12 +23,15 @@ func density(ctx context.Context, r *runner) (results []Result, err error) {
 		_, rerr := removeAll(ctx, all, 8)
 		err = errors.Join(err, rerr)
 	}()
-	before, err := readMemory()
+	edge, err := r.edge(ctx)
+	if err != nil {
+		return nil, err
+	}
+	before, err := settled(ctx, edge, 0)
 	if err != nil {
 		return nil, err
 	}
 	marks := map[int]bool{1: true, 100: true, n: true}
-	const samples = 20
 	for len(all) < n {
 		sb, err := r.sandbox(ctx)
 		if err != nil {
@@ -37,28 +39,15 @@ func density(ctx context.Context, r *runner) (results []Result, err error) {
 		}
 		all = append(all, sb)
 		if live := len(all); marks[live] {
-			var cost []time.Duration
-			for range samples {
-				created, _, extra, err := r.firstOutput(ctx)
-				if err != nil {
-					return nil, err
-				}
-				cost = append(cost, created)
-				if err := extra.Remove(ctx); err != nil {
-					return nil, err
-				}
+			cost, err := r.createCost(ctx)
+			if err != nil {
+				return nil, err
 			}
 			results = append(results, summarise(fmt.Sprintf("create_with_%d_live", live), cost, 0))
 			r.progress("%d live", live)
 		}
 	}
-	// Start-up work is over and idle shrinking has run: what is left is the standing cost.
-	select {
-	case <-time.After(10 * time.Second):
-	case <-ctx.Done():
-		return nil, ctx.Err()
-	}
-	after, err := readMemory()
+	after, err := settled(ctx, edge, before.pooled)
 	if err != nil {
 		return nil, err
 	}
@@ -68,20 +57,79 @@ func density(ctx context.Context, r *runner) (results []Result, err error) {
 			return nil, fmt.Errorf("an idle sandbox does not answer: %v: %w", res, err)
 		}
 	}
-	perBox := func(name string, from, to int64) Result {
+	perBox := func(name string, from, to int64, note string) Result {
 		mb := round(float64(to-from) / float64(n) / (1 << 20))
-		return Result{Name: name, Unit: "MiB", N: n, P50: mb, P90: mb, P99: mb}
+		return Result{Name: name, Unit: "MiB", N: n, P50: mb, P90: mb, P99: mb, Note: note}
+	}
+	pool := ""
+	if after.pooled != before.pooled {
+		pool = fmt.Sprintf("%d processes wait in the pool, %d did before: the kernel's part of the difference is counted", after.pooled, before.pooled)
 	}
 	return append(results,
-		perBox("idle_memory", before.pss+before.kernel, after.pss+after.kernel),
-		perBox("idle_pss", before.pss, after.pss),
-		perBox("idle_kernel", before.kernel, after.kernel)), nil
+		perBox("idle_memory", before.pss+before.kernel, after.pss+after.kernel, pool),
+		perBox("idle_pss", before.pss, after.pss, ""),
+		perBox("idle_kernel", before.kernel, after.kernel, ""),
+		perBox("idle_node", before.used, after.used, "all memory of the machine that is not free or cache: also what others took meanwhile")), nil
 }
 
-type memory struct{ pss, kernel int64 }
+// edge returns the name of the edge that sandboxes are made on.
+func (r *runner) edge(ctx context.Context) (string, error) {
+	sb, err := r.sandbox(ctx)
+	if err != nil {
+		return "", err
+	}
+	return sb.ID()[:6], sb.Remove(ctx)
+}
 
-// readMemory reads what Harena's own processes and the kernel use on this machine.
-func readMemory() (memory, error) {
+// createCost measures a few creations.
+func (r *runner) createCost(ctx context.Context) ([]time.Duration, error) {
+	var cost []time.Duration
+	for range 20 {
+		created, _, extra, err := r.firstOutput(ctx)
+		if err != nil {
+			return nil, err
+		}
+		cost = append(cost, created)
+		if err := extra.Remove(ctx); err != nil {
+			return nil, err
+		}
+	}
+	return cost, nil
+}
+
+const (
+	// settleTime is how long start-up work and idle shrinking take: what is left is the standing cost.
+	settleTime = 10 * time.Second
+	// poolTime is how long the pool of supervisors takes to shrink after a burst.
+	poolTime = 90 * time.Second
+)
+
+// settled reads what edge's sandboxes use when nothing is under way any more, and the pool has as many processes as
+// wanted (0: any number).
+func settled(ctx context.Context, edge string, pooled int) (memory, error) {
+	began := time.Now()
+	for {
+		select {
+		case <-time.After(settleTime):
+		case <-ctx.Done():
+			return memory{}, ctx.Err()
+		}
+		m, err := readMemory(edge)
+		if err != nil || pooled == 0 || m.pooled == pooled || time.Since(began) > poolTime {
+			return m, err
+		}
+	}
+}
+
+type memory struct {
+	pss    int64 // of the sandboxes' processes
+	kernel int64
+	used   int64 // what is neither free nor cache
+	pooled int   // processes that wait for a sandbox
+}
+
+// readMemory reads what an edge's sandboxes and the kernel use on this machine.
+func readMemory(edge string) (memory, error) {
 	var m memory
 	info, err := os.ReadFile("/proc/meminfo")
 	if err != nil {
@@ -90,36 +138,68 @@ func readMemory() (memory, error) {
 	for line := range strings.Lines(string(info)) {
 		name, rest, _ := strings.Cut(line, ":")
 		switch name {
+		case "MemTotal", "Shmem":
+			m.used += kib(rest)
 		// Reclaimable slab is cache of files and not a cost of a sandbox.
+		case "MemFree", "Buffers", "Cached", "SReclaimable":
+			m.used -= kib(rest)
 		case "SUnreclaim", "KernelStack", "PageTables", "Percpu":
 			m.kernel += kib(rest)
 		}
 	}
-	rollups, err := filepath.Glob("/proc/[0-9]*/smaps_rollup")
+	procs, err := filepath.Glob("/proc/[0-9]*")
 	if err != nil {
 		return m, err
 	}
-	for _, path := range rollups {
-		if !ours(filepath.Dir(path)) {
-			continue
-		}
-		b, err := os.ReadFile(path)
+	for _, proc := range procs {
+		b, err := os.ReadFile(filepath.Join(proc, "cgroup"))
 		if err != nil {
 			continue // it ended meanwhile
 		}
-		for line := range strings.Lines(string(b)) {
-			if name, rest, _ := strings.Cut(line, ":"); name == "Pss" {
-				m.pss += kib(rest)
-			}
+		cwd, _ := os.Readlink(filepath.Join(proc, "cwd"))
+		switch place(string(b), cwd, edge) {
+		case ofPool:
+			m.pooled++
+		case ofSandbox:
+			m.pss += pss(proc)
+		case ofOthers:
 		}
 	}
 	return m, nil
 }
 
-// ours reports whether a process is in a control group of Harena's.
-func ours(proc string) bool {
-	b, err := os.ReadFile(filepath.Join(proc, "cgroup"))
-	return err == nil && strings.Contains(string(b), "/harena-")
+type owner int
+
+const (
+	ofOthers owner = iota
+	ofPool
+	ofSandbox
+)
+
+// place says whose a process is by its control groups and its working directory. Supervisors share one group; one that
+// keeps a sandbox is in that sandbox's directory.
+func place(groups, cwd, edge string) owner {
+	_, group, ok := strings.Cut(groups, "/harena-"+edge+"/")
+	switch {
+	case !ok:
+		return ofOthers
+	case !strings.HasPrefix(group, "control"), strings.Contains(cwd, "/sandboxes/"+edge):
+		return ofSandbox
+	}
+	return ofPool
+}
+
+func pss(proc string) int64 {
+	b, err := os.ReadFile(filepath.Join(proc, "smaps_rollup"))
+	if err != nil {
+		return 0 // it ended meanwhile
+	}
+	for line := range strings.Lines(string(b)) {
+		if name, rest, _ := strings.Cut(line, ":"); name == "Pss" {
+			return kib(rest)
+		}
+	}
+	return 0
 }
 
 func kib(s string) int64 {

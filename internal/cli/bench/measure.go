@@ -114,11 +114,13 @@ func (f *firstWrite) Write(b []byte) (int, error) {
 func create(ctx context.Context, r *runner) ([]Result, error) {
 	n := r.n(200)
 	var made, first, stopped []time.Duration
+	steps := laps{}
 	for i := range n {
 		c, o, sb, err := r.firstOutput(ctx)
 		if err != nil {
 			return nil, err
 		}
+		steps.add(sb)
 		start := time.Now()
 		if err := sb.Remove(ctx); err != nil {
 			return nil, err
@@ -140,7 +142,7 @@ func create(ctx context.Context, r *runner) ([]Result, error) {
 	output.Floor, output.Peers, output.Note = median(floor), others, strings.Join(notes, "; ")
 	output.Steps = map[string]float64{"create": median(made)}
 	only := summarise("create", made, 0)
-	only.Floor = output.Floor
+	only.Floor, only.Steps = output.Floor, steps.medians()
 	return []Result{output, only, summarise("stop", stopped, 0)}, nil
 }
 
@@ -182,6 +184,7 @@ func burst(ctx context.Context, r *runner) ([]Result, error) {
 		mu      sync.Mutex
 		created []time.Duration
 		first   []time.Duration
+		steps   = laps{}
 		all     []*harena.Sandbox
 		failed  error
 		wg      sync.WaitGroup
@@ -200,6 +203,7 @@ func burst(ctx context.Context, r *runner) ([]Result, error) {
 					failed = errors.Join(failed, err)
 				} else {
 					created, first = append(created, c), append(first, o)
+					steps.add(sb)
 				}
 				mu.Unlock()
 			}
@@ -217,7 +221,8 @@ func burst(ctx context.Context, r *runner) ([]Result, error) {
 		return nil, err
 	}
 	output := summarise(fmt.Sprintf("burst_of_%d_at_%d", n, workers), first, wall)
-	output.Steps = map[string]float64{"create": median(created)}
+	output.Steps = steps.medians()
+	output.Steps["create"] = median(created)
 	return []Result{output, summarise("burst_stop", stopped, time.Since(stopStart))}, nil
 }
 

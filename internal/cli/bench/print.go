@@ -31,6 +31,12 @@ func (r *Report) Print(w io.Writer) error {
 		return err
 	}
 	for _, x := range r.Results {
+		if len(x.Steps) > 0 {
+			fmt.Fprintf(w, "%s, p50 of its steps (those of a prefix are part of the step of that name), %s:\n", x.Name, x.Unit)
+			for _, step := range slices.Sorted(maps.Keys(x.Steps)) {
+				fmt.Fprintf(w, "  %-28s %8.3f\n", step, x.Steps[step])
+			}
+		}
 		if x.Note != "" {
 			fmt.Fprintf(w, "%s: %s\n", x.Name, x.Note)
 		}

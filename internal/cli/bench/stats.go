@@ -7,6 +7,8 @@ import (
 	"math"
 	"sort"
 	"time"
+
+	"github.com/harena-dev/harena/sdk/go/harena"
 )
 
 // Result is one measure. Times and percentiles are in Unit.
@@ -61,3 +63,20 @@ func round(f float64) float64 { return math.Round(f*1000) / 1000 }
 
 // median is the p50 of samples in milliseconds.
 func median(samples []time.Duration) float64 { return summarise("", samples, 0).P50 }
+
+// laps collects the times of the named steps of creations, as the node reports them.
+type laps map[string][]time.Duration
+
+func (l laps) add(sb *harena.Sandbox) {
+	for _, t := range sb.Timings {
+		l[t.GetStep()] = append(l[t.GetStep()], time.Duration(t.GetMicros())*time.Microsecond)
+	}
+}
+
+func (l laps) medians() map[string]float64 {
+	out := map[string]float64{}
+	for step, samples := range l {
+		out[step] = median(samples)
+	}
+	return out
+}
