@@ -87,6 +87,9 @@ func Open(path string, o Options) (_ *Dir, err error) {
 		return nil, err
 	}
 	path = d.path
+	if err := adoptable(path); err != nil {
+		return nil, err
+	}
 	// It may have been made by hand, or by a package, with other rights.
 	if err := os.Chmod(path, 0o700); err != nil {
 		return nil, d.fault("protect the data directory", err)
@@ -124,7 +127,35 @@ func Open(path string, o Options) (_ *Dir, err error) {
 	return d, nil
 }
 
+// adoptable refuses a directory that holds what is not ours: taking it would close it to all others, and mix our files with theirs.
+func adoptable(path string) error {
+	entries, err := os.ReadDir(path)
+	if err != nil {
+		return Fault("read the data directory", path, err)
+	}
+	foreign := ""
+	for _, e := range entries {
+		switch e.Name() {
+		case "version.json":
+			return nil
+		case "lock", "lost+found": // of a first start that was cut short; of a file system of its own
+		default:
+			if !strings.HasPrefix(e.Name(), "version.json.") {
+				foreign = e.Name()
+			}
+		}
+	}
+	if foreign == "" {
+		return nil
+	}
+	return errs.E(errs.Precondition, "%s is no data directory of harena, and not empty: it has %.80q", path, foreign).
+		On("data directory %s", path).WithHint("name an empty or a new directory with --data")
+}
+
 func clean(path string) (string, error) {
+	if path == "" {
+		return "", errs.E(errs.Invalid, "no data directory was given").WithHint("--data DIR names it")
+	}
 	abs, err := filepath.Abs(path)
 	if err != nil {
 		return "", errs.E(errs.Invalid, "data directory %q: %w", path, err)
@@ -296,6 +327,9 @@ func Fault(action, dir string, err error) error {
 			WithHint("run as root")
 	case errors.Is(err, unix.EMFILE), errors.Is(err, unix.ENFILE):
 		return errs.E(errs.Capacity, "cannot %s: too many open files", action).WithHint("raise the limit of open files of harena")
+	case errors.Is(err, unix.ENOENT), errors.Is(err, unix.ENOTDIR), errors.Is(err, unix.ELOOP), errors.Is(err, unix.ENAMETOOLONG):
+		return errs.E(errs.Precondition, "cannot %s: %w", action, err).On("data directory %s", dir).
+			WithHint("--data names a directory, which is made if its parent can have it")
 	}
 	return fmt.Errorf("%s: %w", action, err)
 }

@@ -368,6 +368,41 @@ func TestMountIsNotStacked(t *testing.T) {
 	}
 }
 
+// TestForeignDirectory: what holds files of others is left as it is.
+func TestForeignDirectory(t *testing.T) {
+	p := newPlace(t)
+	o := Options{Rand: rand.Reader, Slots: p.slots, NoMount: true}
+	for _, entry := range []string{"file", "lost+found"} {
+		path := p.dir("with-" + entry)
+		if err := os.MkdirAll(filepath.Join(path, entry), 0o755); err != nil { //nolint:gosec // the mode is what is tested
+			t.Fatal(err)
+		}
+		if err := os.Chmod(path, 0o755); err != nil { //nolint:gosec // the mode is what is tested
+			t.Fatal(err)
+		}
+		d, err := Open(path, o)
+		if entry == "lost+found" {
+			if err != nil {
+				t.Errorf("a file system of its own: %v", err)
+			} else {
+				_ = d.Close()
+			}
+			continue
+		}
+		st, serr := os.Stat(path)
+		left, rerr := os.ReadDir(path)
+		if !errs.Is(err, errs.Precondition) || serr != nil || st.Mode().Perm() != 0o755 || rerr != nil || len(left) != 1 {
+			t.Errorf("%v; it now has mode %v and %v", err, st.Mode(), left)
+		}
+	}
+	if _, err := Open("", o); !errs.Is(err, errs.Invalid) {
+		t.Errorf("no directory: %v", err)
+	}
+	if _, err := Open("/dev/null/x", o); !errs.Is(err, errs.Precondition) {
+		t.Errorf("below a file: %v", err)
+	}
+}
+
 // TestPathThroughLink: the path is that of the real directory from the first start on.
 func TestPathThroughLink(t *testing.T) {
 	p := newPlace(t)
