@@ -54,14 +54,19 @@ func (s *Service) importSource(ctx context.Context, m *harenav1.ImportRequest, p
 		im, err := s.c.Store.ImportDebootstrap(ctx, b, o)
 		return s.imported(ctx, o, im, err)
 	case "registry":
-		return nil, errs.E(errs.Unsupported, "importing from registry: sources is not built yet").
-			WithHint("write the image to a file (docker save) and import it with docker-archive:PATH, or use debootstrap:SUITE")
+		reference, ok := strings.CutPrefix(m.GetSource(), "registry://")
+		if !ok {
+			return nil, errs.E(errs.Invalid, "source %.80q is not known", m.GetSource()).WithHint("use registry://HOST[:PORT]/REPOSITORY[:TAG]")
+		}
+		o.Collapse = m.GetCollapse()
+		im, err := s.c.Store.ImportRegistry(ctx, reference, o)
+		return s.imported(ctx, o, im, err)
 	case "tar", "dir", "oci", "docker-archive":
 		return nil, errs.E(errs.Invalid, "the server does not read %s: sources of its own disk", scheme).
 			WithHint("send the archive as the body of POST /v1/layers, as `harena layer import` does")
 	}
 	return nil, errs.E(errs.Invalid, "source %.80q is not known", m.GetSource()).
-		WithHint("use debootstrap:SUITE[:PKG,PKG], or send a tar archive to POST /v1/layers")
+		WithHint("use debootstrap:SUITE[:PKG,PKG] or registry://REF, or send an archive to POST /v1/layers")
 }
 
 // imported records an import and makes its answer.

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"path/filepath"
 
 	"github.com/harena-dev/harena/internal/errs"
 	"github.com/harena-dev/harena/internal/storage/erofs"
@@ -34,6 +35,37 @@ func (s *Store) ImportArchive(ctx context.Context, r io.Reader, format oci.Forma
 	}
 	defer img.Close()
 	return s.importImage(ctx, img, o)
+}
+
+// ImportRegistry makes a layer from an image that a registry has; see oci.Registry.
+// How registries are reached is in DIR/registries.json.
+func (s *Store) ImportRegistry(ctx context.Context, reference string, o ImportOptions) (*Imported, error) {
+	if _, err := o.check(); err != nil {
+		return nil, err
+	}
+	access, err := oci.ReadAccess(filepath.Join(filepath.Dir(s.dir), "registries.json"))
+	if err != nil {
+		return nil, err
+	}
+	report := newReporter(o.Progress)
+	message := ""
+	r := &oci.Registry{Access: access, Cache: s.blobs, Progress: func(m string, done, total int64) {
+		if m != message {
+			message = m
+			report.start(PhaseFetching, m, total)
+		}
+		report.set(PhaseFetching, done, total)
+	}}
+	img, err := r.Fetch(ctx, reference)
+	if err != nil {
+		return nil, s.diskError(fmt.Errorf("import %s: %w", o.Name, err))
+	}
+	defer img.Close()
+	im, err := s.importImage(ctx, img, o)
+	if errs.Is(err, errs.Invalid) {
+		err = errors.Join(err, img.Forget())
+	}
+	return im, err
 }
 
 // spool copies a stream, decompressed, into a file that is gone when it is closed.

@@ -11,6 +11,7 @@ import (
 
 	"github.com/harena-dev/harena/internal/errs"
 	"github.com/harena-dev/harena/internal/sandbox"
+	"github.com/harena-dev/harena/internal/storage/oci"
 )
 
 // maxCached bounds the manifests kept in memory (about 1 KiB each).
@@ -38,6 +39,9 @@ type Store struct {
 
 	// bootstrap has room for one: debootstrap's package cache is not made for two users at once.
 	bootstrap chan struct{}
+
+	// blobs are the layers of container images that registries sent.
+	blobs *oci.Cache
 }
 
 // Limits bound one import; zero means no bound.
@@ -65,6 +69,7 @@ func Open(dataDir string, limits Limits) (*Store, error) {
 		manifests: make(map[Digest]Layer),
 		index:     index{names: make(map[string]map[string]Digest)},
 		bootstrap: make(chan struct{}, 1),
+		blobs:     oci.NewCache(filepath.Join(dataDir, "cache", "blobs"), oci.DefaultCacheBytes),
 	}
 	for _, d := range []string{"manifests", "objects", "tags", "tmp"} {
 		if err := makeDir(filepath.Join(dir, d)); err != nil {

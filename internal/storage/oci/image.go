@@ -49,6 +49,16 @@ type Image struct {
 	Config Config
 	Layers []Layer
 	close  func() error
+	forget func() error
+}
+
+// Forget drops the layers from the cache that they came from. Call it when they turn
+// out to be damaged: cached blobs are not synced, so a crash of the machine may spoil them.
+func (i *Image) Forget() error {
+	if i.forget == nil {
+		return nil
+	}
+	return i.forget()
 }
 
 // Close releases the files of the image.

@@ -1,0 +1,225 @@
+package oci
+
+import (
+	"context"
+	"crypto/tls"
+	"crypto/x509"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"net"
+	"net/http"
+	"net/netip"
+	"os"
+	"strings"
+	"time"
+
+	"github.com/google/go-containerregistry/pkg/authn"
+	"github.com/google/go-containerregistry/pkg/name"
+	"github.com/google/go-containerregistry/pkg/v1/remote/transport"
+
+	"github.com/harena-dev/harena/internal/errs"
+)
+
+// Access says how registries are reached. It is the operator's, read from a file.
+type Access struct {
+	// Registries are by host[:port]; docker.io stands for index.docker.io.
+	Registries map[string]RegistryAccess `json:"registries"`
+}
+
+// RegistryAccess is how one registry is reached. Empty credentials mean anonymous access.
+type RegistryAccess struct {
+	Username string `json:"username,omitempty"`
+	Password string `json:"password,omitempty"`
+	// Token is sent as it is, as a bearer token.
+	Token string `json:"token,omitempty"`
+	// Mirrors, host[:port][/prefix], are asked first, in this order. What they need is under their own host.
+	Mirrors []string `json:"mirrors,omitempty"`
+	// CAFile has certificates in PEM that are trusted besides the machine's.
+	CAFile string `json:"ca_file,omitempty"`
+}
+
+// ReadAccess reads the file, which may be missing.
+func ReadAccess(path string) (*Access, error) {
+	a := &Access{}
+	f, err := os.Open(path)
+	if errors.Is(err, fs.ErrNotExist) {
+		return a, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close()
+	d := json.NewDecoder(f)
+	d.DisallowUnknownFields()
+	if err := d.Decode(a); err != nil {
+		return nil, errs.E(errs.Precondition, "the registries file of the server is not valid").
+			WithHint("the server's operator can correct %s: %v", "registries.json in the data directory", err)
+	}
+	return a, nil
+}
+
+func (a *Access) of(host string) RegistryAccess {
+	if r, ok := a.Registries[host]; ok {
+		return r
+	}
+	if host == name.DefaultRegistry {
+		return a.Registries["docker.io"]
+	}
+	return RegistryAccess{}
+}
+
+func (r RegistryAccess) authenticator() authn.Authenticator {
+	if r.Username == "" && r.Password == "" && r.Token == "" {
+		return authn.Anonymous
+	}
+	return authn.FromConfig(authn.AuthConfig{Username: r.Username, Password: r.Password, RegistryToken: r.Token})
+}
+
+// endpoint is a registry, or a mirror of one, that has the image.
+type endpoint struct {
+	repo   name.Repository
+	access RegistryAccess
+	client *http.Client // nil until it was connected
+	base   string
+}
+
+// endpoints returns where a repository is, mirrors first.
+func (a *Access) endpoints(repo name.Repository) ([]*endpoint, error) {
+	host := repo.RegistryStr()
+	var out []*endpoint
+	for _, m := range a.of(host).Mirrors {
+		r, err := name.NewRepository(strings.TrimSuffix(m, "/") + "/" + repo.RepositoryStr())
+		if err != nil {
+			return nil, errs.E(errs.Precondition, "the mirror %.100q of %s is not valid", m, host).WithHint("the server's operator can correct registries.json: host[:port][/prefix]")
+		}
+		out = append(out, &endpoint{repo: r, access: a.of(r.RegistryStr())})
+	}
+	return append(out, &endpoint{repo: repo, access: a.of(host)}), nil
+}
+
+// connect asks the endpoint how it wants to be talked to, and for a token.
+func (e *endpoint) connect(ctx context.Context) error {
+	if e.client != nil {
+		return nil
+	}
+	host := e.repo.RegistryStr()
+	plain := isLoopback(host)
+	t, err := newTransport(e.access.CAFile)
+	if err != nil {
+		return err
+	}
+	rt, err := transport.NewWithContext(ctx, e.repo.Registry, e.access.authenticator(), &guard{inner: t, loopback: plain}, []string{e.repo.Scope(transport.PullScope)})
+	if err != nil {
+		return e.explain(ctx, err)
+	}
+	e.client = &http.Client{Transport: rt}
+	e.base = "https://" + host + "/v2/" + e.repo.RepositoryStr()
+	return nil
+}
+
+func newTransport(caFile string) (*http.Transport, error) {
+	t := &http.Transport{
+		Proxy:               http.ProxyFromEnvironment,
+		DialContext:         (&net.Dialer{Timeout: 15 * time.Second}).DialContext,
+		TLSHandshakeTimeout: 15 * time.Second, ResponseHeaderTimeout: 60 * time.Second,
+		ForceAttemptHTTP2: true, IdleConnTimeout: 30 * time.Second, MaxIdleConnsPerHost: parallel,
+		// What is stored compressed must arrive so: its digest is of those bytes.
+		DisableCompression: true,
+	}
+	if caFile == "" {
+		return t, nil
+	}
+	pool, err := x509.SystemCertPool()
+	if err != nil {
+		pool = x509.NewCertPool()
+	}
+	pem, err := os.ReadFile(caFile)
+	if err != nil || !pool.AppendCertsFromPEM(pem) {
+		return nil, errs.E(errs.Precondition, "the certificates that the server is to trust for this registry cannot be read").
+			WithHint("the server's operator can correct ca_file in registries.json")
+	}
+	t.TLSClientConfig = &tls.Config{RootCAs: pool, MinVersion: tls.VersionTLS12}
+	return t, nil
+}
+
+// guard lets nothing out that a registry, which is not trusted, might lead to:
+// no unencrypted traffic but to a registry on this machine itself, nothing to the
+// machine's loopback on behalf of another, no link-local addresses (metadata services of clouds).
+type guard struct {
+	inner    http.RoundTripper
+	loopback bool
+}
+
+func (g *guard) RoundTrip(r *http.Request) (*http.Response, error) {
+	host := r.URL.Host
+	if isLoopback(host) && !g.loopback {
+		return nil, errs.E(errs.Denied, "the registry leads to this server's own address %s", host)
+	}
+	if r.URL.Scheme != "https" && !isLoopback(host) {
+		return nil, errs.E(errs.Denied, "plain HTTP to %s is refused", host).WithHint("serve the registry with TLS; plain HTTP is for registries on the server's own loopback only")
+	}
+	if a, err := netip.ParseAddr(r.URL.Hostname()); err == nil && (a.IsLinkLocalUnicast() || a.IsUnspecified() || a.IsMulticast()) {
+		return nil, errs.E(errs.Denied, "the address %s is not a registry's", host)
+	}
+	return g.inner.RoundTrip(r)
+}
+
+// isLoopback tells whether host[:port] is this machine.
+func isLoopback(host string) bool {
+	if h, _, err := net.SplitHostPort(host); err == nil {
+		host = h
+	}
+	host = strings.Trim(host, "[]")
+	a, err := netip.ParseAddr(host)
+	return host == "localhost" || strings.HasSuffix(host, ".localhost") || err == nil && a.Unmap().IsLoopback()
+}
+
+// explain makes an error of talking to a registry one that says what to do.
+func (e *endpoint) explain(ctx context.Context, err error) error {
+	host := e.repo.RegistryStr()
+	var known *errs.Error
+	var terr *transport.Error
+	switch {
+	case ctx.Err() != nil:
+		return context.Cause(ctx)
+	case errors.As(err, &known):
+		return err
+	case errors.As(err, &terr):
+		return e.status(terr.StatusCode)
+	}
+	var verify *tls.CertificateVerificationError
+	if errors.As(err, &verify) {
+		return errs.E(errs.Precondition, "the certificate of registry %s is not trusted: %v", host, verify.Err).
+			WithHint("set ca_file for it in registries.json of the server")
+	}
+	return errs.E(errs.Precondition, "registry %s cannot be reached: %v", host, rootCause(err)).
+		WithHint("check its name, and that the server can connect to it")
+}
+
+// rootCause leaves URLs out, in which there may be tokens.
+func rootCause(err error) error {
+	for {
+		next := errors.Unwrap(err)
+		if next == nil {
+			return err
+		}
+		err = next
+	}
+}
+
+// status explains an answer that is no success.
+func (e *endpoint) status(code int) error {
+	host, repo := e.repo.RegistryStr(), e.repo.Name()
+	switch code {
+	case http.StatusUnauthorized, http.StatusForbidden:
+		return errs.E(errs.Denied, "registry %s does not let this server read %s", host, repo).
+			WithHint("check the name; for private images set username and password, or token, of %s in registries.json of the server", host)
+	case http.StatusNotFound:
+		return errs.E(errs.NotFound, "registry %s has no such image in %s", host, repo).WithHint("check repository and tag, or digest")
+	case http.StatusTooManyRequests:
+		return errs.E(errs.Capacity, "registry %s asks for fewer requests", host).WithHint("try later, or set credentials or a mirror in registries.json of the server")
+	}
+	return fmt.Errorf("registry %s: %w", host, errs.E(errs.Precondition, "it answers with status %d", code).WithHint("try later"))
+}
