@@ -4,6 +4,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <mqueue.h>
+#include <netinet/in.h>
 #include <sched.h>
 #include <signal.h>
 #include <stdio.h>
@@ -227,6 +228,26 @@ static void counters(void)
 	fflush(stdout);
 }
 
+// sockets queues as much as it can in connections to itself that nobody reads.
+static void sockets(int n)
+{
+	static char b[1 << 20];
+	struct sockaddr_in a = { AF_INET, htons(999), { htonl(INADDR_LOOPBACK) }, { 0 } };
+	int l = socket(AF_INET, SOCK_STREAM, 0), size = 8 << 20;
+	long long total = 0;
+	if (bind(l, (void *)&a, sizeof a) < 0 || listen(l, 8) < 0)
+		return;
+	for (int i = 0; i < n; i++) {
+		int s = socket(AF_INET, SOCK_STREAM, 0);
+		setsockopt(s, SOL_SOCKET, SO_SNDBUF, &size, sizeof size);
+		if (connect(s, (void *)&a, sizeof a) < 0 || accept(l, 0, 0) < 0)
+			break;
+		for (long k; (k = send(s, b, sizeof b, MSG_DONTWAIT)) > 0;)
+			total += k;
+	}
+	printf("queued %lld\n", total);
+}
+
 // xattrs sets on a file what overlayfs or the node could believe.
 static void xattrs(const char *path)
 {
@@ -253,7 +274,9 @@ int main(int argc, char **argv)
 		counters();
 		for (;;)
 			pause();
-	} else if (argc == 3 && !strcmp(argv[1], "xattrs"))
+	} else if (argc == 3 && !strcmp(argv[1], "sockets"))
+		sockets(atoi(argv[2]));
+	else if (argc == 3 && !strcmp(argv[1], "xattrs"))
 		xattrs(argv[2]);
 	else if (argc == 3 && !strcmp(argv[1], "ids")) // a setuid program prints whom it runs as, then waits
 		printf("%d %d\n", getuid(), geteuid());
