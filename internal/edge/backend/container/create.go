@@ -27,7 +27,7 @@ const hostnameLen = 12
 func (b *Backend) Create(ctx context.Context, c backend.Config) (_ []*harenav1.Timing, err error) {
 	ctx, cancel := context.WithTimeout(ctx, launchTimeout)
 	defer cancel()
-	defer b.pool.refill()
+	defer b.pool.used()
 
 	b.mu.Lock()
 	known := b.boxes[c.ID] != nil

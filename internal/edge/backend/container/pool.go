@@ -22,6 +22,9 @@ const (
 	growEvery = 50 * time.Millisecond
 	// shrinkAfter is how long the pool stays grown after it last ran empty.
 	shrinkAfter = time.Minute
+	// refillAfter lets the first command of a sandbox that was just made go before the start of the next supervisor, which is
+	// as much work as the sandbox was.
+	refillAfter = 50 * time.Millisecond
 	// retryAfter spaces attempts when supervisors fail to start and nobody waits.
 	retryAfter = time.Second
 )
@@ -44,6 +47,7 @@ type pool struct {
 	target   int
 	emptied  time.Time // when it last ran empty and grew
 	later    *time.Timer
+	due      time.Time // when later calls refill; zero: not at all
 	closed   bool
 	wg       sync.WaitGroup
 }
@@ -59,7 +63,7 @@ func newPool(s starter, size int, log *slog.Logger) *pool {
 	return p
 }
 
-// take returns a supervisor that is ready. The caller kills it or calls keep, and calls refill when it is done with the hurry.
+// take returns a supervisor that is ready. The caller kills it or calls keep, and calls used when it is done with the hurry.
 func (p *pool) take(ctx context.Context) (*process, error) {
 	p.mu.Lock()
 	for len(p.ready) > 0 {
@@ -101,10 +105,22 @@ func (p *pool) take(ctx context.Context) (*process, error) {
 	return nil, ctx.Err()
 }
 
-// refill starts what is missing.
+// used tells that a supervisor was taken. What is missing is started soon, or now when little is left.
+func (p *pool) used() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if 2*len(p.ready) < p.target {
+		p.kick()
+	} else {
+		p.again(refillAfter)
+	}
+}
+
+// refill starts what is missing, and lets go what is too much.
 func (p *pool) refill() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	p.due = time.Time{}
 	if p.target > p.base && time.Since(p.emptied) > shrinkAfter {
 		p.target = p.base
 	}
@@ -114,6 +130,9 @@ func (p *pool) refill() {
 		p.ready = p.ready[:last]
 	}
 	p.kick()
+	if p.target > p.base {
+		p.again(time.Until(p.emptied.Add(shrinkAfter)) + growEvery)
+	}
 }
 
 // kick starts supervisors until enough are on their way. p.mu is held.
@@ -155,8 +174,13 @@ func (p *pool) startOne() {
 	p.again(retryAfter)
 }
 
-// again calls refill later. p.mu is held.
+// again calls refill after d, or earlier when that was asked for. p.mu is held.
 func (p *pool) again(d time.Duration) {
+	at := time.Now().Add(d)
+	if p.closed || !p.due.IsZero() && p.due.Before(at) {
+		return
+	}
+	p.due = at
 	if p.later == nil {
 		p.later = time.AfterFunc(d, p.refill)
 		return
