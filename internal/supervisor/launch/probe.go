@@ -42,7 +42,7 @@ const (
 
 // Checks tries each feature of the node that starts depend on, for real, and cleans up.
 func Checks(p Probe) []*harenav1.Check {
-	out := []*harenav1.Check{namespaceLimits(), seccompCheck(), pidnsCheck()}
+	out := []*harenav1.Check{namespaceLimits(), seccompCheck(), pidnsCheck(), sharedLimits("/proc/sys")}
 	image, err := zygote.NewImage()
 	if err != nil {
 		return append(out, verdict("sandbox.zygote", err, ""))
@@ -97,6 +97,37 @@ func namespaceLimits() *harenav1.Check {
 			if n == 0 {
 				c.Status = statusUnsupported
 			}
+			return c
+		}
+	}
+	return c
+}
+
+// sharedLimits: what the kernel counts for the whole node and gives no sandbox a share of, one sandbox can use up.
+func sharedLimits(sysctls string) *harenav1.Check {
+	c := &harenav1.Check{Name: "node.shared-limits", Status: statusOK, Detail: "limits of the whole node are above what a sandbox can use up cheaply"}
+	for _, l := range []struct {
+		name  string
+		least int
+	}{
+		{"fs/aio-max-nr", 1 << 24}, // requests of io_setup(2): 70 bytes each, 1.1 GiB of a memory limit
+		{"fs/file-max", 1 << 23},   // 250 bytes each, 2 GiB
+		{"kernel/pty/max", 4096},   // a sandbox has at most 256
+	} {
+		b, err := os.ReadFile(filepath.Join(sysctls, l.name))
+		if errors.Is(err, os.ErrNotExist) {
+			continue // not in this kernel
+		}
+		if err != nil {
+			return verdict(c.Name, err, "")
+		}
+		n, err := strconv.ParseUint(strings.TrimSpace(string(b)), 10, 64)
+		if err != nil {
+			return verdict(c.Name, err, "")
+		}
+		if n < uint64(l.least) {
+			c.Status, c.Detail = statusDegraded, fmt.Sprintf("one sandbox can use up %s for the whole node: it is %d", strings.ReplaceAll(l.name, "/", "."), n)
+			c.Hint = fmt.Sprintf("sysctl -w %s=%d, or more", strings.ReplaceAll(l.name, "/", "."), l.least)
 			return c
 		}
 	}
