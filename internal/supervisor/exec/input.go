@@ -24,6 +24,7 @@ type input struct {
 	file   *os.File // nil when closed
 	tty    bool     // the file belongs to the output stream
 	closed inputState
+	eof    bool // a client ended it, whatever closed it since
 }
 
 type inputState int
@@ -48,6 +49,7 @@ func newInput(f *os.File, tty bool) *input {
 func (in *input) close(why inputState) {
 	in.mu.Lock()
 	defer in.mu.Unlock()
+	in.eof = in.eof || why == inputEOF && in.closed == inputOpen
 	if in.closed == inputOpen || why == inputEnded && in.closed != inputNone {
 		in.closed = why
 	}
@@ -55,6 +57,13 @@ func (in *input) close(why inputState) {
 		in.file.Close()
 	}
 	in.file = nil
+}
+
+// ended says whether a client ended it.
+func (in *input) ended() bool {
+	in.mu.Lock()
+	defer in.mu.Unlock()
+	return in.eof
 }
 
 func (in *input) state() (*os.File, inputState) {
@@ -93,8 +102,8 @@ func (in *input) send(ctx context.Context, data []byte, offset *int64, eof bool)
 		data = data[min(skip, int64(len(data))):]
 	}
 	if _, why := in.state(); why != inputOpen {
-		if len(data) == 0 && (why == inputEOF || !eof) {
-			return in.accepted, nil // a retry of what was done
+		if len(data) == 0 && (in.ended() || !eof) {
+			return in.accepted, nil // a retry of what was done, perhaps after the command has ended of it
 		}
 		return in.accepted, why.err()
 	}

@@ -127,6 +127,10 @@ func TestInputOffsets(t *testing.T) {
 	if o := r.connect(id); string(o.stdout) != "0123456789a\n" {
 		t.Errorf("cat got %q", o.stdout)
 	}
+	// The answer to the end may have been lost, and the command has ended of it meanwhile.
+	if n, err := at(10, "a\n", true); n != 12 || err != nil {
+		t.Errorf("a retry of the end after the command's: %d, %v", n, err)
+	}
 	_, err := r.send(&harenav1.SendInputRequest{CommandId: id, Data: []byte("x")})
 	wantKind(t, err, errs.Precondition, "has ended")
 }
