@@ -4,6 +4,7 @@ import (
 	"context"
 	"net/http"
 	"path/filepath"
+	"runtime"
 
 	guestv1 "github.com/harena-dev/harena/api/harena/guest/v1"
 	"github.com/harena-dev/harena/api/harena/v1/harenav1connect"
@@ -94,7 +95,11 @@ func (c container) Services(e supervisor.Env) (supervisor.Services, error) {
 				_, h := harenav1connect.NewFileServiceHandler(fileService, options)
 				return h
 			},
-			"/v1/sandboxes/": fileService.HTTP,
+			"/v1/sandboxes/": func() http.Handler {
+				// The edge's side and the worker's side of a transfer take a core each.
+				runtime.GOMAXPROCS(2)
+				return fileService.HTTP()
+			},
 		},
 		Running: execService.Running,
 		Close: func() error {
