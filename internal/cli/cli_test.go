@@ -81,6 +81,7 @@ func TestExitStatus(t *testing.T) {
 		"not found":        {[]string{"exec", f.sandbox, "--", "nope"}, 127, "", "harena: \"nope\" not found in PATH\n"},
 		"run":              {[]string{"run", "--image", "debian:12", "--", "exit", "3"}, 3, "", ""},
 		"run without dash": {[]string{"run", "--image", "debian:12", "echo", "--x"}, 0, "--x\n", ""},
+		"run the image":    {[]string{"run", "--image", "debian:12"}, 5, "", ""},
 		"missing image":    {[]string{"run", "--image", "missing", "--", "x"}, 125, "", "harena: there is no layer missing:latest (`harena layer import` makes one)\n"},
 		"no image":         {[]string{"run", "--", "x"}, 125, "", "harena: no image was given (name a layer, such as --image debian:12; `harena layer ls` lists them)\n"},
 		"no command":       {[]string{"exec", f.sandbox}, 125, "", "harena: no command was given (use harena exec [flags] SANDBOX -- CMD...)\n"},

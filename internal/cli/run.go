@@ -4,6 +4,7 @@ import (
 	"context"
 	"os"
 	"os/signal"
+	"slices"
 	"syscall"
 	"time"
 
@@ -23,14 +24,8 @@ func (a *app) runCommand() *cobra.Command {
 	var f createFlags
 	var cf commandFlags
 	cmd := &cobra.Command{
-		Use: "run --image NAME [flags] [--] CMD...", Short: "Create a sandbox, run a command in it, and stop it",
-		Long: "Create a sandbox, run a command in it, and stop and remove the sandbox. The exit status is the command's, as with exec.\nWhen this program dies, the sandbox stops within 30 seconds.",
-		Args: func(_ *cobra.Command, args []string) error {
-			if len(args) == 0 {
-				return invalid("use harena run --image NAME -- CMD...", "no command was given")
-			}
-			return nil
-		},
+		Use: "run --image NAME [flags] [[--] CMD...]", Short: "Create a sandbox, run a command in it, and stop it",
+		Long: "Create a sandbox, run a command in it, and stop and remove the sandbox. The exit status is the command's, as with exec.\nWithout CMD the image's own command runs: its entrypoint followed by its arguments. CMD replaces both.\nWhen this program dies, the sandbox stops within 30 seconds.",
 	}
 	cmd.Flags().SetInterspersed(false)
 	f.add(cmd.Flags())
@@ -46,10 +41,28 @@ func (a *app) runCommand() *cobra.Command {
 	return cmd
 }
 
+// imageCommand returns what an image runs by itself.
+func imageCommand(ctx context.Context, c *harena.Client, image string) ([]string, error) {
+	l, err := c.Layer(ctx, image)
+	if err != nil {
+		return nil, err
+	}
+	argv := slices.Concat(l.GetConfig().GetEntrypoint(), l.GetConfig().GetCmd())
+	if len(argv) == 0 {
+		return nil, invalid("use harena run --image NAME -- CMD...", "no command was given, and image %s has none", image)
+	}
+	return argv, nil
+}
+
 func (a *app) run(ctx context.Context, spec harena.Spec, command harena.Cmd) (err error) {
 	c, err := a.client()
 	if err != nil {
 		return err
+	}
+	if len(command.Argv) == 0 {
+		if command.Argv, err = imageCommand(ctx, c, spec.Image); err != nil {
+			return err
+		}
 	}
 	start := time.Now()
 	sb, err := a.createInterruptibly(ctx, c, spec)

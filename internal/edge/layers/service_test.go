@@ -4,8 +4,10 @@ import (
 	"archive/tar"
 	"bytes"
 	"context"
+	"crypto/sha256"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"io"
 	"log/slog"
 	"net/http"
@@ -348,5 +350,58 @@ func TestRequestsRunOnce(t *testing.T) {
 	})
 	if !errs.Is(err, errs.Cancelled) {
 		t.Errorf("got %v", err)
+	}
+}
+
+// An image comes as the body of a POST that says its format.
+func TestUploadImage(t *testing.T) {
+	f := newFixture(t)
+	content := archive(t, "hello")
+	sum := sha256.Sum256(content)
+	config := fmt.Sprintf(`{"os":"linux","config":{"Cmd":["x"],"Env":["A=b"]},"rootfs":{"type":"layers","diff_ids":["sha256:%x"]}}`, sum)
+	var b bytes.Buffer
+	w := tar.NewWriter(&b)
+	for name, text := range map[string]string{
+		"manifest.json": `[{"Config":"c.json","RepoTags":["img:1"],"Layers":["l.tar"]}]`, "c.json": config, "l.tar": string(content),
+	} {
+		if err := w.WriteHeader(&tar.Header{Name: name, Mode: 0o644, Size: int64(len(text))}); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := io.WriteString(w, text); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := w.Close(); err != nil {
+		t.Fatal(err)
+	}
+	var first string
+	for range 2 { // the second is answered without its body being looked at
+		res, err := f.upload(t, bytes.NewReader(b.Bytes()), "name", "img", "format", "docker-archive", "ref", "img:1", "request_id", "r", "collapse", "5000")
+		if err != nil {
+			t.Fatal(err)
+		}
+		if first == "" {
+			first = res.GetLayer().GetDigest()
+		}
+		if l := res.GetLayer(); l.GetDigest() != first || l.GetFiles() != 1 || l.GetConfig().GetCmd()[0] != "x" || l.GetConfig().GetEnv()[0] != "A=b" {
+			t.Errorf("layer %v", l)
+		}
+	}
+	for _, c := range []struct {
+		kind  errs.Kind
+		query []string
+	}{
+		{errs.Invalid, []string{"format", "zip"}},
+		{errs.Invalid, []string{"format", "oci"}}, // it is no layout
+		{errs.NotFound, []string{"format", "docker-archive", "ref", "other"}},
+		{errs.Invalid, []string{"format", "docker-archive", "collapse", "-1"}},
+		{errs.Invalid, []string{"format", "docker-archive", "collapse", "x"}},
+		{errs.Exists, []string{"format", "docker-archive", "request_id", "r"}},
+	} {
+		_, err := f.upload(t, bytes.NewReader(b.Bytes()), append([]string{"name", "img"}, c.query...)...)
+		var e *errs.Error
+		if !errors.As(err, &e) || e.Kind != c.kind || e.Hint == "" {
+			t.Errorf("%q: %v", c.query, err)
+		}
 	}
 }

@@ -58,7 +58,8 @@ func New() *Server {
 		mux: http.NewServeMux(), sandboxes: map[string]*harenav1.Sandbox{}, requests: map[string]string{},
 		layers: map[string]*harenav1.Layer{}, files: map[string][]byte{}, commands: map[string]*command{},
 	}
-	s.layers["debian:12"] = &harenav1.Layer{Digest: "sha256:" + strings.Repeat("ab", 32), Kind: "base", Names: []string{"debian:12"}, Files: 3, LogicalBytes: 3 << 20, Created: created()}
+	s.layers["debian:12"] = &harenav1.Layer{Digest: "sha256:" + strings.Repeat("ab", 32), Kind: "base", Names: []string{"debian:12"}, Files: 3, LogicalBytes: 3 << 20, Created: created(),
+		Config: &harenav1.ImageConfig{Entrypoint: []string{"exit"}, Cmd: []string{"5"}}}
 	opts := connect.WithInterceptors()
 	s.mux.Handle(harenav1connect.NewSandboxServiceHandler(&sandboxes{s: s}, opts))
 	s.mux.Handle(harenav1connect.NewExecServiceHandler(&execs{s: s}, opts))
