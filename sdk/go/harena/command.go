@@ -136,6 +136,9 @@ func resultOf(p *harenav1.Result, id string, lost bool) *Result {
 	}
 }
 
+// lastCalls is how long Run takes at most, each time, to learn which command it started and to kill it when its context has ended.
+const lastCalls = 5 * time.Second
+
 // Run runs a command to its end. That it fails is not an error: see
 // Result.ExitCode. When ctx ends first the command is killed with all it
 // started, and what it printed so far is returned beside the error.
@@ -151,15 +154,25 @@ func (s *Sandbox) Run(ctx context.Context, cmd Cmd) (*Result, error) {
 	if cmd.Stderr == nil {
 		cmd.Stderr = stderr
 	}
-	c, err := s.Start(ctx, cmd)
-	if err != nil {
+	if ctx.Err() != nil {
+		return nil, s.c.failure(ctx, ctx.Err())
+	}
+	// A command that starts just as ctx ends must become known, to be killed.
+	starting, giveUp := context.WithCancel(context.WithoutCancel(ctx))
+	defer giveUp()
+	defer context.AfterFunc(ctx, func() { time.AfterFunc(lastCalls, giveUp) })()
+	c, err := s.Start(starting, cmd)
+	switch {
+	case err != nil && starting.Err() != nil:
+		return nil, s.c.failure(ctx, ctx.Err())
+	case err != nil:
 		return nil, err
 	}
 	defer c.Close()
 	res, err := c.Wait(ctx)
 	if err != nil {
 		if ctx.Err() != nil {
-			kill, cancel := context.WithTimeout(context.WithoutCancel(ctx), 5*time.Second)
+			kill, cancel := context.WithTimeout(context.WithoutCancel(ctx), lastCalls)
 			defer cancel()
 			_ = c.Kill(kill)
 		}
