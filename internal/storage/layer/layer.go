@@ -126,7 +126,7 @@ func (m *Manifest) encode() ([]byte, error) {
 // decodeManifest reads what encode wrote and checks it against its digest.
 func decodeManifest(d Digest, b []byte) (*Manifest, error) {
 	if got := digestOf(b); got != d {
-		return nil, errs.E(errs.Internal, "manifest of layer %s is damaged: its digest is %s", d, got).
+		return nil, errs.E(errs.Precondition, "the manifest of layer %s is damaged: its digest is %s", d, got).
 			On("layer %s", d).WithHint("remove the layer's names, collect garbage and import it again")
 	}
 	m := new(Manifest)

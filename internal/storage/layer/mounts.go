@@ -10,6 +10,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"syscall"
 
 	"golang.org/x/sys/unix"
 
@@ -203,8 +204,7 @@ func (m *Mounts) mount(d Digest) error {
 	img := image{m.store.local.path(l.Meta.Digest), m.store.local.path(l.Blob.Digest)}
 	fd, err := mountImage(img, m.mode)
 	if err != nil {
-		return errs.E(errs.Internal, "mount layer %s: %w", d, err).On("layer %s", d).
-			WithHint("`harena layer verify %s` tells whether it is damaged", d)
+		return mountFault(d, err)
 	}
 	defer unix.Close(fd)
 	dir := m.path(d)
@@ -220,6 +220,19 @@ func (m *Mounts) mount(d Digest) error {
 		return err
 	}
 	return nil
+}
+
+// mountFault says what the kernel made of an image: the node is short of something, or the image is not what was written.
+func mountFault(d Digest, err error) error {
+	for _, short := range []syscall.Errno{unix.ENOMEM, unix.ENOSPC, unix.EMFILE, unix.ENFILE} {
+		if errors.Is(err, short) {
+			return errs.E(errs.Capacity, "layer %s cannot be mounted: %w", d, short).On("layer %s", d).WithHint("try again later")
+		}
+	}
+	e := errs.E(errs.Precondition, "layer %s cannot be mounted: its image is damaged or missing", d).On("layer %s", d).
+		WithHint("`harena layer verify %s` says what is wrong; import it again", d)
+	e.Err = err
+	return e
 }
 
 // Release ends everything that owner has. Unknown owners are no error.

@@ -343,3 +343,37 @@ func TestLostMount(t *testing.T) {
 		t.Error(err)
 	}
 }
+
+// TestDamagedLayer: whoever uses it is told so, and the other layers are not affected.
+func TestDamagedLayer(t *testing.T) {
+	s := openStore(t, t.TempDir())
+	m := openMounts(t, s, 4)
+	torn := importFiles(t, s, "torn", Base, entry{"f", "x", 0}).Layer
+	cut := importFiles(t, s, "cut", Base, entry{"f", "y", 0}).Layer
+	fine := importFiles(t, s, "fine", Base, entry{"other", "other", 0}).Layer
+	if err := os.Truncate(s.local.path(cut.Meta.Digest), 100); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(s.manifestPath(torn.Digest), []byte("{"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	s.forget([]Digest{torn.Digest})
+	for _, d := range []Digest{torn.Digest, cut.Digest} {
+		if _, err := m.Acquire(context.Background(), d, "x"); !errs.Is(err, errs.Precondition) || !strings.Contains(err.Error(), "damaged") {
+			t.Errorf("%s: %v", d, err)
+		}
+	}
+	if _, err := m.Acquire(context.Background(), fine.Digest, "x"); err != nil {
+		t.Error(err)
+	}
+	n := 0
+	if err := s.eachManifest(context.Background(), func(Layer) error { n++; return nil }); err != nil || n != 2 {
+		t.Errorf("%d layers, %v", n, err)
+	}
+	if err := m.Release("x"); err != nil {
+		t.Error(err)
+	}
+	if err := m.Sweep(); err != nil {
+		t.Error(err)
+	}
+}

@@ -240,11 +240,12 @@ func (s *Store) named(project, ref string) (Named, error) {
 	return Named{Name: ref, Layer: l}, err
 }
 
-// eachManifest reads every manifest of the store.
+// eachManifest reads every manifest of the store that can be read.
 func (s *Store) eachManifest(ctx context.Context, f func(Layer) error) error {
 	return walkFanOut(ctx, filepath.Join(s.dir, "manifests"), ".json", func(d Digest, _ fs.DirEntry) error {
 		l, err := s.Load(d)
-		if errs.Is(err, errs.NotFound) {
+		// One that is damaged does not hide the others; who names it is told.
+		if errs.Is(err, errs.NotFound) || errs.Is(err, errs.Precondition) {
 			return nil
 		}
 		if err != nil {
