@@ -279,7 +279,6 @@ type layerReader struct {
 	in     *countReader
 	sums   [2]hash.Hash // of what is stored and of the tar; nil: not wanted
 	full   io.Reader    // the tar, with hash and bound
-	failed error        // of reading, not of the format
 }
 
 type countReader struct {

@@ -186,9 +186,33 @@ func (t *tree) hide(parts []string) {
 
 // clear applies .wh..wh..opq in a directory, likewise.
 func (t *tree) clear(parts []string) {
-	if d := t.existing(parts); d != nil {
-		d.names, d.hides = nil, nil
-		d.opaque = d.opaque || t.lower != nil
+	d := t.existing(parts)
+	if d == nil {
+		return
+	}
+	d.names, d.hides = nil, nil
+	switch {
+	case t.lower == nil:
+	case len(parts) > 0:
+		d.opaque = true
+	default:
+		// overlayfs merges the roots of its layers whatever they say.
+		d.hides = make(map[string]bool)
+		t.lower.eachTop(func(name string) { d.hides[name] = true })
+	}
+}
+
+// eachTop calls f for the names that the root has, those of lower groups included.
+func (t *tree) eachTop(f func(name string)) {
+	for name := range t.root.names {
+		f(name)
+	}
+	if t.lower != nil {
+		t.lower.eachTop(func(name string) {
+			if t.root.names[name] == nil && !t.root.hides[name] {
+				f(name)
+			}
+		})
 	}
 }
 
