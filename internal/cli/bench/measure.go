@@ -73,7 +73,11 @@ func (r *runner) progress(format string, args ...any) {
 }
 
 func (r *runner) sandbox(ctx context.Context) (*harena.Sandbox, error) {
-	return r.client.CreateSandbox(ctx, harena.Spec{Image: r.o.Image, Labels: map[string]string{"bench": "yes"}, Memory: 256 << 20})
+	return r.client.CreateSandbox(ctx, r.spec())
+}
+
+func (r *runner) spec() harena.Spec {
+	return harena.Spec{Image: r.o.Image, Labels: map[string]string{"bench": "yes"}, Memory: 256 << 20}
 }
 
 func (r *runner) once(ctx context.Context) error {
@@ -143,7 +147,11 @@ func create(ctx context.Context, r *runner) ([]Result, error) {
 	output.Steps = map[string]float64{"create": median(made)}
 	only := summarise("create", made, 0)
 	only.Floor, only.Steps = output.Floor, steps.medians()
-	return []Result{output, only, summarise("stop", stopped, 0)}, nil
+	sizes, err := bySize(ctx, r, min(n, 50))
+	if err != nil {
+		return nil, err
+	}
+	return append([]Result{output, only, summarise("stop", stopped, 0)}, sizes...), nil
 }
 
 // execute measures the round trip of a short command in a live sandbox.
