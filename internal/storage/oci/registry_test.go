@@ -110,12 +110,17 @@ func (c *counted) Write(p []byte) (int, error) {
 type cut struct {
 	http.ResponseWriter
 	left int
+	// until, if set, is waited for before.
+	until <-chan struct{}
 }
 
 func (c *cut) Write(p []byte) (int, error) {
 	if len(p) > c.left {
 		_, _ = c.ResponseWriter.Write(p[:c.left])
 		_ = http.NewResponseController(c.ResponseWriter).Flush()
+		if c.until != nil {
+			<-c.until
+		}
 		panic(http.ErrAbortHandler)
 	}
 	c.left -= len(p)
@@ -316,7 +321,7 @@ func TestFetchResumes(t *testing.T) {
 	s := newServer(t, false)
 	s.push(t, "img:1", randomImage(t, 2))
 	r := newRegistry(t, nil)
-	s.set(nil, func(w http.ResponseWriter, _ *http.Request) http.ResponseWriter { return &cut{w, 40_000} })
+	s.set(nil, func(w http.ResponseWriter, _ *http.Request) http.ResponseWriter { return &cut{w, 40_000, nil} })
 	img, err := fetch(t, r, s.host+"/img:1")
 	if err != nil {
 		t.Fatal(err)
@@ -330,21 +335,19 @@ func TestFetchResumes(t *testing.T) {
 	r = newRegistry(t, nil)
 	s.set(nil, func(w http.ResponseWriter, r *http.Request) http.ResponseWriter {
 		r.Header.Del("Range")
-		return &cut{w, 40_000}
+		return &cut{w, 40_000, nil}
 	})
 	_, err = fetch(t, r, s.host+"/img:1")
 	wantKind(t, "no ranges", err, errs.Precondition)
 
 	// One that makes no progress is given up, and what arrived is kept.
 	r = newRegistry(t, nil)
-	tries := 0
 	s.set(nil, func(w http.ResponseWriter, r *http.Request) http.ResponseWriter {
-		tries++ // the config first, then layers
 		if r.Header.Get("Range") != "" {
 			w.WriteHeader(http.StatusBadGateway)
 			return nil
 		}
-		return &cut{w, 100_000}
+		return &cut{w, 100_000, nil}
 	})
 	_, err = fetch(t, r, s.host+"/img:1")
 	wantKind(t, "no progress", err, errs.Precondition)
@@ -362,6 +365,9 @@ func TestFetchCancelled(t *testing.T) {
 	s := newServer(t, false)
 	s.push(t, "img:1", randomImage(t, 1))
 	r := newRegistry(t, nil)
+	s.set(nil, func(w http.ResponseWriter, r *http.Request) http.ResponseWriter {
+		return &cut{w, 60_000, r.Context().Done()}
+	})
 	ctx, cancel := context.WithCancel(context.Background())
 	defer cancel()
 	r.Progress = func(_ string, done, _ int64) {
@@ -373,6 +379,7 @@ func TestFetchCancelled(t *testing.T) {
 		t.Fatal(err)
 	}
 	r.Progress = nil
+	s.set(nil, nil)
 	parts, err := filepath.Glob(filepath.Join(r.Cache.dir, "*"+partial))
 	if err != nil || len(parts) != 1 {
 		t.Fatal(parts, err)
