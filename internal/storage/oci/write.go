@@ -46,17 +46,6 @@ func (p *Plan) Write(ctx context.Context, group int, w io.Writer) error {
 	return e.w.Close()
 }
 
-// Names returns how many names a group has, the root not counted.
-func (p *Plan) Names(group int) int64 { return p.groups[group].root.count() }
-
-func (n *node) count() int64 {
-	var c int64
-	for _, child := range n.names {
-		c += 1 + child.count()
-	}
-	return c
-}
-
 // emitter writes the entries that are wanted.
 type emitter struct {
 	w     *tar.Writer
