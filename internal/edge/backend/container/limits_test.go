@@ -56,8 +56,9 @@ func client(t testing.TB, b *Backend) *http.Client {
 	return &http.Client{Transport: transport}
 }
 
-// run runs a shell command in the sandbox.
-func run(t testing.TB, b *Backend, id sandbox.ID, script string) (stdout string, r *harenav1.Result) {
+// run runs a shell command in the sandbox. Its output is what went to standard output, then what went to standard
+// error: between the two there is no order.
+func run(t testing.TB, b *Backend, id sandbox.ID, script string) (output string, r *harenav1.Result) {
 	t.Helper()
 	api := harenav1connect.NewExecServiceClient(client(t, b), guestconn.URL(id))
 	stream, err := api.Run(soon(t), connect.NewRequest(&harenav1.RunRequest{SandboxId: string(id), Command: &harenav1.Command{Shell: script}}))
@@ -65,11 +66,11 @@ func run(t testing.TB, b *Backend, id sandbox.ID, script string) (stdout string,
 		t.Fatalf("run: %v", err)
 	}
 	defer stream.Close()
-	var out strings.Builder
+	var stdout, stderr strings.Builder
 	for stream.Receive() {
 		o := stream.Msg().GetOutput()
-		out.Write(o.GetStdout())
-		out.Write(o.GetStderr())
+		stdout.Write(o.GetStdout())
+		stderr.Write(o.GetStderr())
 		if o.GetResult() != nil {
 			r = o.GetResult()
 		}
@@ -77,7 +78,7 @@ func run(t testing.TB, b *Backend, id sandbox.ID, script string) (stdout string,
 	if err := stream.Err(); err != nil {
 		t.Fatalf("run %q: %v", script, err)
 	}
-	return out.String(), r
+	return stdout.String() + stderr.String(), r
 }
 
 func TestCommandInside(t *testing.T) {
