@@ -255,8 +255,9 @@ func TestLargeStream(t *testing.T) {
 	if n != size || err != nil {
 		t.Errorf("%d bytes of the hole, %v", n, err)
 	}
+	// 2.5 GiB went through; the race detector alone makes a test process several times as large as the program.
 	for _, pid := range []int{os.Getpid(), b.starter.last().Pid} {
-		if peak := peakRSS(t, pid); peak > 100<<20 {
+		if peak := peakRSS(t, pid); peak > 256<<20 {
 			t.Errorf("process %d used %d MiB", pid, peak>>20)
 		}
 	}
