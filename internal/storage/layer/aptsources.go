@@ -25,12 +25,13 @@ type machineSources struct {
 	sources  []aptSource
 	id       string // of the running distribution, such as debian; may be empty
 	codename string // of its release, may be empty
+	root     string // where this machine's files are
 }
 
 // readMachineSources reads apt's sources and os-release below root.
 func readMachineSources(root string) (*machineSources, error) {
 	release := readIfAny(filepath.Join(root, "etc/os-release"))
-	m := &machineSources{id: osField(release, "ID"), codename: osField(release, "VERSION_CODENAME")}
+	m := &machineSources{id: osField(release, "ID"), codename: osField(release, "VERSION_CODENAME"), root: root}
 	etc := filepath.Join(root, "etc/apt")
 	m.sources = parseOneLine(readIfAny(filepath.Join(etc, "sources.list")))
 	parts, err := os.ReadDir(filepath.Join(etc, "sources.list.d"))
@@ -193,23 +194,38 @@ func (m *machineSources) find(suite string) *aptSource {
 // debianSuites are Debian's since 2019, which another distribution's archive does not have.
 var debianSuites = []string{"buster", "bullseye", "bookworm", "trixie", "forky", "sid", "oldstable", "stable", "testing", "unstable"}
 
-// debianArchive serves every supported suite (https://deb.debian.org).
-const debianArchive = "http://deb.debian.org/debian"
+// debianArchive is where the machine's debootstrap fetches a Debian suite when it is told no mirror: what the suite's script
+// names, else the program's own default. Empty when neither is an archive of Debian's.
+func (m *machineSources) debianArchive(suite string) string {
+	for file, setting := range map[string]string{"share/debootstrap/scripts/" + suite: "default_mirror ", "sbin/debootstrap": "DEF_MIRROR="} {
+		for line := range strings.Lines(readIfAny(filepath.Join(m.root, "usr", file))) {
+			value, ok := strings.CutPrefix(strings.TrimSpace(line), setting)
+			s := aptSource{URIs: []string{strings.Trim(value, `"'`)}}
+			if ok && strings.HasSuffix(s.uri(), "/debian") {
+				return s.uri()
+			}
+		}
+	}
+	return ""
+}
 
 // mirrorOf chooses where to fetch a suite: a source that lists it, else the
 // archive that the machine's own distribution comes from. On a machine of
 // another distribution, such as Ubuntu, Debian's suites come from Debian.
 func (m *machineSources) mirrorOf(suite string) (mirror, error) {
 	s := m.find(suite)
-	if s == nil && m.id != "" && m.id != "debian" && slices.Contains(debianSuites, suite) {
-		return mirror{URI: debianArchive, Suite: suite, Components: []string{"main"}}, nil
+	foreign := m.id != "" && m.id != "debian" && slices.Contains(debianSuites, suite)
+	if s == nil && foreign {
+		if uri := m.debianArchive(suite); uri != "" {
+			return mirror{URI: uri, Suite: suite, Components: []string{"main"}}, nil
+		}
 	}
-	if s == nil && m.codename != "" {
+	if s == nil && !foreign && m.codename != "" {
 		s = m.find(m.codename)
 	}
 	if s == nil {
 		return mirror{}, errs.E(errs.Precondition, "no apt source of this machine has suite %s or the machine's own distribution", suite).
-			WithHint("add one to /etc/apt/sources.list, such as: deb http://deb.debian.org/debian %s main", suite)
+			WithHint("add one to /etc/apt/sources.list, such as: deb http://MIRROR/debian %s main", suite)
 	}
 	out := mirror{URI: s.uri(), Suite: suite, Components: s.Components, Keyring: s.SignedBy, Trusted: s.Trusted}
 	// Updates and security are separate suites, security with an archive of its own.

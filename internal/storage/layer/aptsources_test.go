@@ -119,7 +119,19 @@ func TestMirrorOf(t *testing.T) {
 		{"Debian on Ubuntu", "bookworm", map[string]string{
 			"etc/os-release":       "ID=ubuntu\nVERSION_CODENAME=noble\nID_LIKE=debian\n",
 			"etc/apt/sources.list": "deb http://archive.example/ubuntu noble main universe",
-		}, debianArchive, "deb " + debianArchive + " bookworm main\n"},
+			"usr/sbin/debootstrap": "#!/bin/sh\nDEF_MIRROR=\"http://debian.example/debian\"\n",
+		}, "http://debian.example/debian", "deb http://debian.example/debian bookworm main\n"},
+		{"Debian on Ubuntu, by the suite's script", "bookworm", map[string]string{
+			"etc/os-release":                         "ID=ubuntu\nVERSION_CODENAME=noble\n",
+			"etc/apt/sources.list":                   "deb http://archive.example/ubuntu noble main universe",
+			"usr/sbin/debootstrap":                   "DEF_MIRROR=\"http://archive.example/ubuntu\"\n",
+			"usr/share/debootstrap/scripts/bookworm": "\tdefault_mirror http://debian.example/debian\n",
+		}, "http://debian.example/debian", "deb http://debian.example/debian bookworm main\n"},
+		{"Debian on Ubuntu, of which it knows nothing", "bookworm", map[string]string{
+			"etc/os-release":       "ID=ubuntu\nVERSION_CODENAME=noble\n",
+			"etc/apt/sources.list": "deb http://archive.example/ubuntu noble main universe",
+			"usr/sbin/debootstrap": "DEF_MIRROR=\"http://archive.example/ubuntu\"\n",
+		}, "", ""},
 		{"nothing", "bookworm", map[string]string{"etc/os-release": "VERSION_CODENAME=bookworm\n"}, "", ""},
 	} {
 		got, err := machine(t, c.files).mirrorOf(c.suite)

@@ -24,7 +24,7 @@ import (
 
 // Access says how registries are reached. It is the operator's, read from a file.
 type Access struct {
-	// Registries are by host[:port]; docker.io stands for index.docker.io.
+	// Registries are by host[:port], under the same short names as in references.
 	Registries map[string]RegistryAccess `json:"registries"`
 }
 
@@ -64,8 +64,10 @@ func (a *Access) of(host string) RegistryAccess {
 	if r, ok := a.Registries[host]; ok {
 		return r
 	}
-	if host == name.DefaultRegistry {
-		return a.Registries["docker.io"]
+	for key, r := range a.Registries {
+		if reg, err := name.NewRegistry(key); err == nil && reg.RegistryStr() == host {
+			return r
+		}
 	}
 	return RegistryAccess{}
 }
