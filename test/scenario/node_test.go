@@ -286,6 +286,9 @@ func (o *ownNode) start() error {
 		return err
 	}
 	o.url, o.token = p.URL, p.Token
+	if the.own == o {
+		the.connect() // a connection that was being made to the server that was killed would fail a call to this one
+	}
 	return nil
 }
 
