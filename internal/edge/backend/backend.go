@@ -27,7 +27,7 @@ type Config struct {
 
 // Backend makes sandboxes of one kind.
 //
-// Life cycle: Create → (Dial | Exited | Destroy)*. An edge that restarts calls Recover in place of Create.
+// Life cycle: Create → (Dial | Exited | Freeze → Thaw | Destroy)*. An edge that restarts calls Recover in place of Create.
 // Everything a sandbox holds outside its Dir (processes, cgroups, mounts) has a name derived from its ID, so Destroy
 // works without memory of Create, and Leaks can tell what belongs to nobody.
 //
@@ -44,6 +44,13 @@ type Backend interface {
 	Dial(ctx context.Context, id sandbox.ID) (net.Conn, error)
 	// Exited returns a channel that is closed when the sandbox ended by itself (never by Destroy). It is valid after Create or Recover.
 	Exited(id sandbox.ID) <-chan struct{}
+	// Freeze stops every process of the workload, commands and file workers included, at one moment, and returns when all
+	// have stopped. It is bounded in time; on error everything runs again. The supervisor is not stopped: what it starts
+	// meanwhile begins to run with Thaw. It outlives the server: a later one must Thaw, or keep it frozen. Idempotent.
+	// Errors: timeout (a process waits in the kernel), not-found.
+	Freeze(ctx context.Context, id sandbox.ID) error
+	// Thaw lets everything run again, whoever froze it. Idempotent; no error for a sandbox that is not frozen.
+	Thaw(ctx context.Context, id sandbox.ID) error
 	// Usage reads counters of the sandbox; zero for what the node cannot tell.
 	Usage(id sandbox.ID) (Usage, error)
 	// Destroy kills everything in the sandbox and releases all it holds outside Dir. Idempotent; also for IDs that were
@@ -64,6 +71,7 @@ type Usage struct {
 	Pids        int64
 	OOMKills    int64 // processes killed for want of memory, ever
 	PidsHits    int64 // forks refused by the pids limit, ever
+	Frozen      bool  // by Freeze
 }
 
 // Leak is a resource that nobody owns.

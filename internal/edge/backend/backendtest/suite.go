@@ -53,6 +53,10 @@ func Run(t *testing.T, h Harness) {
 		{"LeaksAreWhatNobodyOwns", leaks},
 		{"FilesOnly", filesOnly},
 		{"Usage", usage},
+		{"FreezeThaw", freezeThaw},
+		{"FreezeEnds", freezeEnds},
+		{"FreezeOutlivesServer", freezeOutlivesServer},
+		{"FreezeCancelled", freezeCancelled},
 		{"Concurrent", concurrent},
 		{"Checks", checks},
 	}

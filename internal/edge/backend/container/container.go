@@ -109,14 +109,17 @@ func (b *Backend) Exited(id sandbox.ID) <-chan struct{} {
 
 // Usage implements backend.Backend.
 func (b *Backend) Usage(id sandbox.ID) (backend.Usage, error) {
-	u, err := b.cgroups.Group(string(id)).Usage()
+	group := b.cgroups.Group(string(id))
+	u, err := group.Usage()
+	frozen, ferr := group.Frozen()
 	return backend.Usage{
 		MemoryBytes: u.Memory,
 		CPUNanos:    u.CPUNanos,
 		Pids:        u.Pids,
 		OOMKills:    u.OOMKills,
 		PidsHits:    u.PidsHits,
-	}, err
+		Frozen:      frozen,
+	}, errors.Join(err, ferr)
 }
 
 // adopt makes a supervisor that runs a sandbox known, and watches it.

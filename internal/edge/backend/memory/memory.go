@@ -86,11 +86,7 @@ func (b *Backend) Create(ctx context.Context, c backend.Config) ([]*harenav1.Tim
 		err = context.Cause(ctx)
 	}
 	if err == nil {
-		content := "live"
-		if c.FilesOnly {
-			content = "live files"
-		}
-		err = n.persist(c.ID, content)
+		err = n.persist(c.ID, e.content())
 	}
 	if err != nil {
 		b.remove(c.ID)
@@ -141,7 +137,43 @@ func (b *Backend) Usage(id sandbox.ID) (backend.Usage, error) {
 	if e == nil {
 		return backend.Usage{}, errs.E(errs.NotFound, "sandbox %s is not there", id)
 	}
-	return e.usage, nil
+	u := e.usage
+	u.Frozen = e.frozen
+	return u, nil
+}
+
+// Freeze implements backend.Backend.
+func (b *Backend) Freeze(ctx context.Context, id sandbox.ID) error {
+	if err := b.fail("freeze", id); err != nil {
+		return err
+	}
+	if err := context.Cause(ctx); err != nil {
+		return err
+	}
+	return b.freeze(id, true)
+}
+
+// Thaw implements backend.Backend.
+func (b *Backend) Thaw(_ context.Context, id sandbox.ID) error {
+	if err := b.fail("thaw", id); err != nil {
+		return err
+	}
+	if err := b.freeze(id, false); err != nil && !errs.Is(err, errs.NotFound) {
+		return err
+	}
+	return nil
+}
+
+func (b *Backend) freeze(id sandbox.ID, on bool) error {
+	n := b.node
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	e := n.sandboxes[id]
+	if e == nil || !e.complete {
+		return errs.E(errs.NotFound, "sandbox %s is not there", id)
+	}
+	e.frozen = on
+	return n.persist(id, e.content())
 }
 
 // Destroy implements backend.Backend.

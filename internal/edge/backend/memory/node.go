@@ -36,6 +36,7 @@ type entry struct {
 	exited   chan struct{}
 	dead     bool
 	files    bool
+	frozen   bool
 	usage    backend.Usage
 	conns    map[net.Conn]bool
 	reason   string
@@ -59,7 +60,8 @@ func NewNode(dir string, handler func(sandbox.ID) http.Handler) (*Node, error) {
 			}
 			e := newEntry()
 			e.complete = strings.HasPrefix(string(content), "live")
-			e.files = strings.HasSuffix(string(content), "files")
+			e.files = strings.Contains(string(content), "files")
+			e.frozen = strings.HasSuffix(string(content), "frozen")
 			n.sandboxes[sandbox.ID(f.Name())] = e
 		}
 	}
@@ -101,6 +103,14 @@ func (n *Node) SetUsage(id sandbox.ID, u backend.Usage) {
 	}
 }
 
+// Frozen reports whether a sandbox is frozen.
+func (n *Node) Frozen(id sandbox.ID) bool {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	e := n.sandboxes[id]
+	return e != nil && e.frozen
+}
+
 // Len returns the number of sandboxes of which anything is left.
 func (n *Node) Len() int {
 	n.mu.Lock()
@@ -110,6 +120,18 @@ func (n *Node) Len() int {
 
 func newEntry() *entry {
 	return &entry{exited: make(chan struct{}), conns: map[net.Conn]bool{}}
+}
+
+// content is what is kept of it in a file.
+func (e *entry) content() string {
+	s := "live"
+	if e.files {
+		s += " files"
+	}
+	if e.frozen {
+		s += " frozen"
+	}
+	return s
 }
 
 func (e *entry) drop() {
