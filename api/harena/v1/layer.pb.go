@@ -9,6 +9,7 @@ package harenav1
 import (
 	protoreflect "google.golang.org/protobuf/reflect/protoreflect"
 	protoimpl "google.golang.org/protobuf/runtime/protoimpl"
+	durationpb "google.golang.org/protobuf/types/known/durationpb"
 	timestamppb "google.golang.org/protobuf/types/known/timestamppb"
 	reflect "reflect"
 	sync "sync"
@@ -37,9 +38,13 @@ type Layer struct {
 	SharedBytes   int64 `protobuf:"varint,8,opt,name=shared_bytes,json=sharedBytes,proto3" json:"shared_bytes,omitempty"`
 	Files         int64 `protobuf:"varint,9,opt,name=files,proto3" json:"files,omitempty"`
 	// Where it came from, such as "debootstrap:bookworm:git,python3".
-	Source        string       `protobuf:"bytes,10,opt,name=source,proto3" json:"source,omitempty"`
-	Config        *ImageConfig `protobuf:"bytes,11,opt,name=config,proto3" json:"config,omitempty"`
-	Parents       []string     `protobuf:"bytes,12,rep,name=parents,proto3" json:"parents,omitempty"`
+	Source  string       `protobuf:"bytes,10,opt,name=source,proto3" json:"source,omitempty"`
+	Config  *ImageConfig `protobuf:"bytes,11,opt,name=config,proto3" json:"config,omitempty"`
+	Parents []string     `protobuf:"bytes,12,rep,name=parents,proto3" json:"parents,omitempty"`
+	// Why it cannot be used, such as a manifest that is damaged. Only digest and names are known then.
+	Problem string `protobuf:"bytes,20,opt,name=problem,proto3" json:"problem,omitempty"`
+	// Where it is: local, shared (also in the shared store), lazy (read from the shared store as needed).
+	Place         string `protobuf:"bytes,21,opt,name=place,proto3" json:"place,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -156,6 +161,20 @@ func (x *Layer) GetParents() []string {
 		return x.Parents
 	}
 	return nil
+}
+
+func (x *Layer) GetProblem() string {
+	if x != nil {
+		return x.Problem
+	}
+	return ""
+}
+
+func (x *Layer) GetPlace() string {
+	if x != nil {
+		return x.Place
+	}
+	return ""
 }
 
 // ImageConfig is what an image asks of a sandbox made from it.
@@ -964,8 +983,12 @@ func (x *VerifyLayerResponse) GetDone() bool {
 }
 
 type CollectGarbageRequest struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	DryRun        bool                   `protobuf:"varint,1,opt,name=dry_run,json=dryRun,proto3" json:"dry_run,omitempty"`
+	state  protoimpl.MessageState `protogen:"open.v1"`
+	DryRun bool                   `protobuf:"varint,1,opt,name=dry_run,json=dryRun,proto3" json:"dry_run,omitempty"`
+	// Collect in the shared store instead of on this node.
+	Shared bool `protobuf:"varint,2,opt,name=shared,proto3" json:"shared,omitempty"`
+	// In the shared store, what is younger is kept: imports of other nodes may be about to refer to it. Default 24 h, at least 1 h.
+	Grace         *durationpb.Duration `protobuf:"bytes,3,opt,name=grace,proto3" json:"grace,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1007,10 +1030,26 @@ func (x *CollectGarbageRequest) GetDryRun() bool {
 	return false
 }
 
+func (x *CollectGarbageRequest) GetShared() bool {
+	if x != nil {
+		return x.Shared
+	}
+	return false
+}
+
+func (x *CollectGarbageRequest) GetGrace() *durationpb.Duration {
+	if x != nil {
+		return x.Grace
+	}
+	return nil
+}
+
 type CollectGarbageResponse struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Digests       []string               `protobuf:"bytes,1,rep,name=digests,proto3" json:"digests,omitempty"`
-	FreedBytes    int64                  `protobuf:"varint,2,opt,name=freed_bytes,json=freedBytes,proto3" json:"freed_bytes,omitempty"`
+	state      protoimpl.MessageState `protogen:"open.v1"`
+	Digests    []string               `protobuf:"bytes,1,rep,name=digests,proto3" json:"digests,omitempty"`
+	FreedBytes int64                  `protobuf:"varint,2,opt,name=freed_bytes,json=freedBytes,proto3" json:"freed_bytes,omitempty"`
+	// What could not be judged and was kept for that reason, such as layers whose manifest is damaged.
+	Problems      []string `protobuf:"bytes,3,rep,name=problems,proto3" json:"problems,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1059,11 +1098,540 @@ func (x *CollectGarbageResponse) GetFreedBytes() int64 {
 	return 0
 }
 
+func (x *CollectGarbageResponse) GetProblems() []string {
+	if x != nil {
+		return x.Problems
+	}
+	return nil
+}
+
+type CollectGarbageProgressResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// marking, collecting, done.
+	Phase string `protobuf:"bytes,1,opt,name=phase,proto3" json:"phase,omitempty"`
+	// Things looked at in this phase.
+	Seen int64 `protobuf:"varint,2,opt,name=seen,proto3" json:"seen,omitempty"`
+	// Layers that are, or would be, removed.
+	Digests       []string `protobuf:"bytes,3,rep,name=digests,proto3" json:"digests,omitempty"`
+	FreedBytes    int64    `protobuf:"varint,4,opt,name=freed_bytes,json=freedBytes,proto3" json:"freed_bytes,omitempty"`
+	Problems      []string `protobuf:"bytes,5,rep,name=problems,proto3" json:"problems,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *CollectGarbageProgressResponse) Reset() {
+	*x = CollectGarbageProgressResponse{}
+	mi := &file_harena_v1_layer_proto_msgTypes[16]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *CollectGarbageProgressResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*CollectGarbageProgressResponse) ProtoMessage() {}
+
+func (x *CollectGarbageProgressResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_harena_v1_layer_proto_msgTypes[16]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use CollectGarbageProgressResponse.ProtoReflect.Descriptor instead.
+func (*CollectGarbageProgressResponse) Descriptor() ([]byte, []int) {
+	return file_harena_v1_layer_proto_rawDescGZIP(), []int{16}
+}
+
+func (x *CollectGarbageProgressResponse) GetPhase() string {
+	if x != nil {
+		return x.Phase
+	}
+	return ""
+}
+
+func (x *CollectGarbageProgressResponse) GetSeen() int64 {
+	if x != nil {
+		return x.Seen
+	}
+	return 0
+}
+
+func (x *CollectGarbageProgressResponse) GetDigests() []string {
+	if x != nil {
+		return x.Digests
+	}
+	return nil
+}
+
+func (x *CollectGarbageProgressResponse) GetFreedBytes() int64 {
+	if x != nil {
+		return x.FreedBytes
+	}
+	return 0
+}
+
+func (x *CollectGarbageProgressResponse) GetProblems() []string {
+	if x != nil {
+		return x.Problems
+	}
+	return nil
+}
+
+type ReachRequest struct {
+	state   protoimpl.MessageState `protogen:"open.v1"`
+	Project string                 `protobuf:"bytes,1,opt,name=project,proto3" json:"project,omitempty"`
+	// name[:tag].
+	Name string `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
+	// A layer that the name is to point at: what would change is said for it. Empty: for any.
+	Next          string `protobuf:"bytes,3,opt,name=next,proto3" json:"next,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ReachRequest) Reset() {
+	*x = ReachRequest{}
+	mi := &file_harena_v1_layer_proto_msgTypes[17]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ReachRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ReachRequest) ProtoMessage() {}
+
+func (x *ReachRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_harena_v1_layer_proto_msgTypes[17]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ReachRequest.ProtoReflect.Descriptor instead.
+func (*ReachRequest) Descriptor() ([]byte, []int) {
+	return file_harena_v1_layer_proto_rawDescGZIP(), []int{17}
+}
+
+func (x *ReachRequest) GetProject() string {
+	if x != nil {
+		return x.Project
+	}
+	return ""
+}
+
+func (x *ReachRequest) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *ReachRequest) GetNext() string {
+	if x != nil {
+		return x.Next
+	}
+	return ""
+}
+
+type ReachResponse struct {
+	state  protoimpl.MessageState `protogen:"open.v1"`
+	Name   string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
+	Digest string                 `protobuf:"bytes,2,opt,name=digest,proto3" json:"digest,omitempty"`
+	// What the name pointed at before, the latest first, as far as this node knows.
+	Earlier []string `protobuf:"bytes,3,rep,name=earlier,proto3" json:"earlier,omitempty"`
+	// Other names of the current digest.
+	Names     []string        `protobuf:"bytes,4,rep,name=names,proto3" json:"names,omitempty"`
+	Sandboxes []*ReachSandbox `protobuf:"bytes,5,rep,name=sandboxes,proto3" json:"sandboxes,omitempty"`
+	// Layers that were made on one of the digests.
+	Layers []*ReachLayer `protobuf:"bytes,6,rep,name=layers,proto3" json:"layers,omitempty"`
+	// What an upgrade of the name changes and what it does not, in words.
+	Effects       []string `protobuf:"bytes,7,rep,name=effects,proto3" json:"effects,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ReachResponse) Reset() {
+	*x = ReachResponse{}
+	mi := &file_harena_v1_layer_proto_msgTypes[18]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ReachResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ReachResponse) ProtoMessage() {}
+
+func (x *ReachResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_harena_v1_layer_proto_msgTypes[18]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ReachResponse.ProtoReflect.Descriptor instead.
+func (*ReachResponse) Descriptor() ([]byte, []int) {
+	return file_harena_v1_layer_proto_rawDescGZIP(), []int{18}
+}
+
+func (x *ReachResponse) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *ReachResponse) GetDigest() string {
+	if x != nil {
+		return x.Digest
+	}
+	return ""
+}
+
+func (x *ReachResponse) GetEarlier() []string {
+	if x != nil {
+		return x.Earlier
+	}
+	return nil
+}
+
+func (x *ReachResponse) GetNames() []string {
+	if x != nil {
+		return x.Names
+	}
+	return nil
+}
+
+func (x *ReachResponse) GetSandboxes() []*ReachSandbox {
+	if x != nil {
+		return x.Sandboxes
+	}
+	return nil
+}
+
+func (x *ReachResponse) GetLayers() []*ReachLayer {
+	if x != nil {
+		return x.Layers
+	}
+	return nil
+}
+
+func (x *ReachResponse) GetEffects() []string {
+	if x != nil {
+		return x.Effects
+	}
+	return nil
+}
+
+type ReachSandbox struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	Id    string                 `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
+	State string                 `protobuf:"bytes,2,opt,name=state,proto3" json:"state,omitempty"`
+	Job   string                 `protobuf:"bytes,3,opt,name=job,proto3" json:"job,omitempty"`
+	// The digest that it was made from under this name; it keeps it.
+	Digest string `protobuf:"bytes,4,opt,name=digest,proto3" json:"digest,omitempty"`
+	// It has the digest that the name points at now.
+	Current       bool `protobuf:"varint,5,opt,name=current,proto3" json:"current,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ReachSandbox) Reset() {
+	*x = ReachSandbox{}
+	mi := &file_harena_v1_layer_proto_msgTypes[19]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ReachSandbox) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ReachSandbox) ProtoMessage() {}
+
+func (x *ReachSandbox) ProtoReflect() protoreflect.Message {
+	mi := &file_harena_v1_layer_proto_msgTypes[19]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ReachSandbox.ProtoReflect.Descriptor instead.
+func (*ReachSandbox) Descriptor() ([]byte, []int) {
+	return file_harena_v1_layer_proto_rawDescGZIP(), []int{19}
+}
+
+func (x *ReachSandbox) GetId() string {
+	if x != nil {
+		return x.Id
+	}
+	return ""
+}
+
+func (x *ReachSandbox) GetState() string {
+	if x != nil {
+		return x.State
+	}
+	return ""
+}
+
+func (x *ReachSandbox) GetJob() string {
+	if x != nil {
+		return x.Job
+	}
+	return ""
+}
+
+func (x *ReachSandbox) GetDigest() string {
+	if x != nil {
+		return x.Digest
+	}
+	return ""
+}
+
+func (x *ReachSandbox) GetCurrent() bool {
+	if x != nil {
+		return x.Current
+	}
+	return false
+}
+
+type ReachLayer struct {
+	state  protoimpl.MessageState `protogen:"open.v1"`
+	Digest string                 `protobuf:"bytes,1,opt,name=digest,proto3" json:"digest,omitempty"`
+	Kind   string                 `protobuf:"bytes,2,opt,name=kind,proto3" json:"kind,omitempty"`
+	Names  []string               `protobuf:"bytes,3,rep,name=names,proto3" json:"names,omitempty"`
+	// The one of the name's digests that it was made on.
+	Parent        string `protobuf:"bytes,4,opt,name=parent,proto3" json:"parent,omitempty"`
+	Current       bool   `protobuf:"varint,5,opt,name=current,proto3" json:"current,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ReachLayer) Reset() {
+	*x = ReachLayer{}
+	mi := &file_harena_v1_layer_proto_msgTypes[20]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ReachLayer) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ReachLayer) ProtoMessage() {}
+
+func (x *ReachLayer) ProtoReflect() protoreflect.Message {
+	mi := &file_harena_v1_layer_proto_msgTypes[20]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ReachLayer.ProtoReflect.Descriptor instead.
+func (*ReachLayer) Descriptor() ([]byte, []int) {
+	return file_harena_v1_layer_proto_rawDescGZIP(), []int{20}
+}
+
+func (x *ReachLayer) GetDigest() string {
+	if x != nil {
+		return x.Digest
+	}
+	return ""
+}
+
+func (x *ReachLayer) GetKind() string {
+	if x != nil {
+		return x.Kind
+	}
+	return ""
+}
+
+func (x *ReachLayer) GetNames() []string {
+	if x != nil {
+		return x.Names
+	}
+	return nil
+}
+
+func (x *ReachLayer) GetParent() string {
+	if x != nil {
+		return x.Parent
+	}
+	return ""
+}
+
+func (x *ReachLayer) GetCurrent() bool {
+	if x != nil {
+		return x.Current
+	}
+	return false
+}
+
+type PushRequest struct {
+	state   protoimpl.MessageState `protogen:"open.v1"`
+	Project string                 `protobuf:"bytes,1,opt,name=project,proto3" json:"project,omitempty"`
+	// name[:tag] or digest.
+	Name          string `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PushRequest) Reset() {
+	*x = PushRequest{}
+	mi := &file_harena_v1_layer_proto_msgTypes[21]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PushRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PushRequest) ProtoMessage() {}
+
+func (x *PushRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_harena_v1_layer_proto_msgTypes[21]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PushRequest.ProtoReflect.Descriptor instead.
+func (*PushRequest) Descriptor() ([]byte, []int) {
+	return file_harena_v1_layer_proto_rawDescGZIP(), []int{21}
+}
+
+func (x *PushRequest) GetProject() string {
+	if x != nil {
+		return x.Project
+	}
+	return ""
+}
+
+func (x *PushRequest) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+type PushResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// storing, done.
+	Phase         string `protobuf:"bytes,1,opt,name=phase,proto3" json:"phase,omitempty"`
+	Message       string `protobuf:"bytes,2,opt,name=message,proto3" json:"message,omitempty"`
+	DoneBytes     int64  `protobuf:"varint,3,opt,name=done_bytes,json=doneBytes,proto3" json:"done_bytes,omitempty"`
+	TotalBytes    int64  `protobuf:"varint,4,opt,name=total_bytes,json=totalBytes,proto3" json:"total_bytes,omitempty"`
+	Layer         *Layer `protobuf:"bytes,5,opt,name=layer,proto3" json:"layer,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PushResponse) Reset() {
+	*x = PushResponse{}
+	mi := &file_harena_v1_layer_proto_msgTypes[22]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PushResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PushResponse) ProtoMessage() {}
+
+func (x *PushResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_harena_v1_layer_proto_msgTypes[22]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PushResponse.ProtoReflect.Descriptor instead.
+func (*PushResponse) Descriptor() ([]byte, []int) {
+	return file_harena_v1_layer_proto_rawDescGZIP(), []int{22}
+}
+
+func (x *PushResponse) GetPhase() string {
+	if x != nil {
+		return x.Phase
+	}
+	return ""
+}
+
+func (x *PushResponse) GetMessage() string {
+	if x != nil {
+		return x.Message
+	}
+	return ""
+}
+
+func (x *PushResponse) GetDoneBytes() int64 {
+	if x != nil {
+		return x.DoneBytes
+	}
+	return 0
+}
+
+func (x *PushResponse) GetTotalBytes() int64 {
+	if x != nil {
+		return x.TotalBytes
+	}
+	return 0
+}
+
+func (x *PushResponse) GetLayer() *Layer {
+	if x != nil {
+		return x.Layer
+	}
+	return nil
+}
+
 var File_harena_v1_layer_proto protoreflect.FileDescriptor
 
 const file_harena_v1_layer_proto_rawDesc = "" +
 	"\n" +
-	"\x15harena/v1/layer.proto\x12\tharena.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x16harena/v1/common.proto\"\x89\x03\n" +
+	"\x15harena/v1/layer.proto\x12\tharena.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x16harena/v1/common.proto\"\xb9\x03\n" +
 	"\x05Layer\x12\x16\n" +
 	"\x06digest\x18\x01 \x01(\tR\x06digest\x12\x12\n" +
 	"\x04kind\x18\x02 \x01(\tR\x04kind\x12\x14\n" +
@@ -1077,7 +1645,9 @@ const file_harena_v1_layer_proto_rawDesc = "" +
 	"\x06source\x18\n" +
 	" \x01(\tR\x06source\x12.\n" +
 	"\x06config\x18\v \x01(\v2\x16.harena.v1.ImageConfigR\x06config\x12\x18\n" +
-	"\aparents\x18\f \x03(\tR\aparents\"\xfd\x01\n" +
+	"\aparents\x18\f \x03(\tR\aparents\x12\x18\n" +
+	"\aproblem\x18\x14 \x01(\tR\aproblem\x12\x14\n" +
+	"\x05place\x18\x15 \x01(\tR\x05place\"\xfd\x01\n" +
 	"\vImageConfig\x12\x10\n" +
 	"\x03env\x18\x01 \x03(\tR\x03env\x12\x1f\n" +
 	"\vworking_dir\x18\x02 \x01(\tR\n" +
@@ -1145,13 +1715,59 @@ const file_harena_v1_layer_proto_rawDesc = "" +
 	"\vtotal_bytes\x18\x02 \x01(\x03R\n" +
 	"totalBytes\x12\x1a\n" +
 	"\bproblems\x18\x03 \x03(\tR\bproblems\x12\x12\n" +
-	"\x04done\x18\x04 \x01(\bR\x04done\"0\n" +
+	"\x04done\x18\x04 \x01(\bR\x04done\"y\n" +
 	"\x15CollectGarbageRequest\x12\x17\n" +
-	"\adry_run\x18\x01 \x01(\bR\x06dryRun\"S\n" +
+	"\adry_run\x18\x01 \x01(\bR\x06dryRun\x12\x16\n" +
+	"\x06shared\x18\x02 \x01(\bR\x06shared\x12/\n" +
+	"\x05grace\x18\x03 \x01(\v2\x19.google.protobuf.DurationR\x05grace\"o\n" +
 	"\x16CollectGarbageResponse\x12\x18\n" +
 	"\adigests\x18\x01 \x03(\tR\adigests\x12\x1f\n" +
 	"\vfreed_bytes\x18\x02 \x01(\x03R\n" +
-	"freedBytes2\xf5\x03\n" +
+	"freedBytes\x12\x1a\n" +
+	"\bproblems\x18\x03 \x03(\tR\bproblems\"\xa1\x01\n" +
+	"\x1eCollectGarbageProgressResponse\x12\x14\n" +
+	"\x05phase\x18\x01 \x01(\tR\x05phase\x12\x12\n" +
+	"\x04seen\x18\x02 \x01(\x03R\x04seen\x12\x18\n" +
+	"\adigests\x18\x03 \x03(\tR\adigests\x12\x1f\n" +
+	"\vfreed_bytes\x18\x04 \x01(\x03R\n" +
+	"freedBytes\x12\x1a\n" +
+	"\bproblems\x18\x05 \x03(\tR\bproblems\"P\n" +
+	"\fReachRequest\x12\x18\n" +
+	"\aproject\x18\x01 \x01(\tR\aproject\x12\x12\n" +
+	"\x04name\x18\x02 \x01(\tR\x04name\x12\x12\n" +
+	"\x04next\x18\x03 \x01(\tR\x04next\"\xeb\x01\n" +
+	"\rReachResponse\x12\x12\n" +
+	"\x04name\x18\x01 \x01(\tR\x04name\x12\x16\n" +
+	"\x06digest\x18\x02 \x01(\tR\x06digest\x12\x18\n" +
+	"\aearlier\x18\x03 \x03(\tR\aearlier\x12\x14\n" +
+	"\x05names\x18\x04 \x03(\tR\x05names\x125\n" +
+	"\tsandboxes\x18\x05 \x03(\v2\x17.harena.v1.ReachSandboxR\tsandboxes\x12-\n" +
+	"\x06layers\x18\x06 \x03(\v2\x15.harena.v1.ReachLayerR\x06layers\x12\x18\n" +
+	"\aeffects\x18\a \x03(\tR\aeffects\"x\n" +
+	"\fReachSandbox\x12\x0e\n" +
+	"\x02id\x18\x01 \x01(\tR\x02id\x12\x14\n" +
+	"\x05state\x18\x02 \x01(\tR\x05state\x12\x10\n" +
+	"\x03job\x18\x03 \x01(\tR\x03job\x12\x16\n" +
+	"\x06digest\x18\x04 \x01(\tR\x06digest\x12\x18\n" +
+	"\acurrent\x18\x05 \x01(\bR\acurrent\"\x80\x01\n" +
+	"\n" +
+	"ReachLayer\x12\x16\n" +
+	"\x06digest\x18\x01 \x01(\tR\x06digest\x12\x12\n" +
+	"\x04kind\x18\x02 \x01(\tR\x04kind\x12\x14\n" +
+	"\x05names\x18\x03 \x03(\tR\x05names\x12\x16\n" +
+	"\x06parent\x18\x04 \x01(\tR\x06parent\x12\x18\n" +
+	"\acurrent\x18\x05 \x01(\bR\acurrent\";\n" +
+	"\vPushRequest\x12\x18\n" +
+	"\aproject\x18\x01 \x01(\tR\aproject\x12\x12\n" +
+	"\x04name\x18\x02 \x01(\tR\x04name\"\xa6\x01\n" +
+	"\fPushResponse\x12\x14\n" +
+	"\x05phase\x18\x01 \x01(\tR\x05phase\x12\x18\n" +
+	"\amessage\x18\x02 \x01(\tR\amessage\x12\x1d\n" +
+	"\n" +
+	"done_bytes\x18\x03 \x01(\x03R\tdoneBytes\x12\x1f\n" +
+	"\vtotal_bytes\x18\x04 \x01(\x03R\n" +
+	"totalBytes\x12&\n" +
+	"\x05layer\x18\x05 \x01(\v2\x10.harena.v1.LayerR\x05layer2\xd5\x05\n" +
 	"\fLayerService\x12?\n" +
 	"\x06Import\x12\x18.harena.v1.ImportRequest\x1a\x19.harena.v1.ImportResponse0\x01\x12C\n" +
 	"\x04List\x12\x1c.harena.v1.ListLayersRequest\x1a\x1d.harena.v1.ListLayersResponse\x12>\n" +
@@ -1159,7 +1775,10 @@ const file_harena_v1_layer_proto_rawDesc = "" +
 	"\x03Tag\x12\x15.harena.v1.TagRequest\x1a\x16.harena.v1.TagResponse\x12G\n" +
 	"\x06Remove\x12\x1d.harena.v1.RemoveLayerRequest\x1a\x1e.harena.v1.RemoveLayerResponse\x12I\n" +
 	"\x06Verify\x12\x1d.harena.v1.VerifyLayerRequest\x1a\x1e.harena.v1.VerifyLayerResponse0\x01\x12U\n" +
-	"\x0eCollectGarbage\x12 .harena.v1.CollectGarbageRequest\x1a!.harena.v1.CollectGarbageResponseB5Z3github.com/harena-dev/harena/api/harena/v1;harenav1b\x06proto3"
+	"\x0eCollectGarbage\x12 .harena.v1.CollectGarbageRequest\x1a!.harena.v1.CollectGarbageResponse\x12g\n" +
+	"\x16CollectGarbageProgress\x12 .harena.v1.CollectGarbageRequest\x1a).harena.v1.CollectGarbageProgressResponse0\x01\x12:\n" +
+	"\x05Reach\x12\x17.harena.v1.ReachRequest\x1a\x18.harena.v1.ReachResponse\x129\n" +
+	"\x04Push\x12\x16.harena.v1.PushRequest\x1a\x17.harena.v1.PushResponse0\x01B5Z3github.com/harena-dev/harena/api/harena/v1;harenav1b\x06proto3"
 
 var (
 	file_harena_v1_layer_proto_rawDescOnce sync.Once
@@ -1173,56 +1792,74 @@ func file_harena_v1_layer_proto_rawDescGZIP() []byte {
 	return file_harena_v1_layer_proto_rawDescData
 }
 
-var file_harena_v1_layer_proto_msgTypes = make([]protoimpl.MessageInfo, 17)
+var file_harena_v1_layer_proto_msgTypes = make([]protoimpl.MessageInfo, 24)
 var file_harena_v1_layer_proto_goTypes = []any{
-	(*Layer)(nil),                  // 0: harena.v1.Layer
-	(*ImageConfig)(nil),            // 1: harena.v1.ImageConfig
-	(*ImportRequest)(nil),          // 2: harena.v1.ImportRequest
-	(*ImportResponse)(nil),         // 3: harena.v1.ImportResponse
-	(*ListLayersRequest)(nil),      // 4: harena.v1.ListLayersRequest
-	(*ListLayersResponse)(nil),     // 5: harena.v1.ListLayersResponse
-	(*GetLayerRequest)(nil),        // 6: harena.v1.GetLayerRequest
-	(*GetLayerResponse)(nil),       // 7: harena.v1.GetLayerResponse
-	(*TagRequest)(nil),             // 8: harena.v1.TagRequest
-	(*TagResponse)(nil),            // 9: harena.v1.TagResponse
-	(*RemoveLayerRequest)(nil),     // 10: harena.v1.RemoveLayerRequest
-	(*RemoveLayerResponse)(nil),    // 11: harena.v1.RemoveLayerResponse
-	(*VerifyLayerRequest)(nil),     // 12: harena.v1.VerifyLayerRequest
-	(*VerifyLayerResponse)(nil),    // 13: harena.v1.VerifyLayerResponse
-	(*CollectGarbageRequest)(nil),  // 14: harena.v1.CollectGarbageRequest
-	(*CollectGarbageResponse)(nil), // 15: harena.v1.CollectGarbageResponse
-	nil,                            // 16: harena.v1.ImageConfig.LabelsEntry
-	(*timestamppb.Timestamp)(nil),  // 17: google.protobuf.Timestamp
-	(*Page)(nil),                   // 18: harena.v1.Page
+	(*Layer)(nil),                          // 0: harena.v1.Layer
+	(*ImageConfig)(nil),                    // 1: harena.v1.ImageConfig
+	(*ImportRequest)(nil),                  // 2: harena.v1.ImportRequest
+	(*ImportResponse)(nil),                 // 3: harena.v1.ImportResponse
+	(*ListLayersRequest)(nil),              // 4: harena.v1.ListLayersRequest
+	(*ListLayersResponse)(nil),             // 5: harena.v1.ListLayersResponse
+	(*GetLayerRequest)(nil),                // 6: harena.v1.GetLayerRequest
+	(*GetLayerResponse)(nil),               // 7: harena.v1.GetLayerResponse
+	(*TagRequest)(nil),                     // 8: harena.v1.TagRequest
+	(*TagResponse)(nil),                    // 9: harena.v1.TagResponse
+	(*RemoveLayerRequest)(nil),             // 10: harena.v1.RemoveLayerRequest
+	(*RemoveLayerResponse)(nil),            // 11: harena.v1.RemoveLayerResponse
+	(*VerifyLayerRequest)(nil),             // 12: harena.v1.VerifyLayerRequest
+	(*VerifyLayerResponse)(nil),            // 13: harena.v1.VerifyLayerResponse
+	(*CollectGarbageRequest)(nil),          // 14: harena.v1.CollectGarbageRequest
+	(*CollectGarbageResponse)(nil),         // 15: harena.v1.CollectGarbageResponse
+	(*CollectGarbageProgressResponse)(nil), // 16: harena.v1.CollectGarbageProgressResponse
+	(*ReachRequest)(nil),                   // 17: harena.v1.ReachRequest
+	(*ReachResponse)(nil),                  // 18: harena.v1.ReachResponse
+	(*ReachSandbox)(nil),                   // 19: harena.v1.ReachSandbox
+	(*ReachLayer)(nil),                     // 20: harena.v1.ReachLayer
+	(*PushRequest)(nil),                    // 21: harena.v1.PushRequest
+	(*PushResponse)(nil),                   // 22: harena.v1.PushResponse
+	nil,                                    // 23: harena.v1.ImageConfig.LabelsEntry
+	(*timestamppb.Timestamp)(nil),          // 24: google.protobuf.Timestamp
+	(*Page)(nil),                           // 25: harena.v1.Page
+	(*durationpb.Duration)(nil),            // 26: google.protobuf.Duration
 }
 var file_harena_v1_layer_proto_depIdxs = []int32{
-	17, // 0: harena.v1.Layer.created:type_name -> google.protobuf.Timestamp
+	24, // 0: harena.v1.Layer.created:type_name -> google.protobuf.Timestamp
 	1,  // 1: harena.v1.Layer.config:type_name -> harena.v1.ImageConfig
-	16, // 2: harena.v1.ImageConfig.labels:type_name -> harena.v1.ImageConfig.LabelsEntry
+	23, // 2: harena.v1.ImageConfig.labels:type_name -> harena.v1.ImageConfig.LabelsEntry
 	0,  // 3: harena.v1.ImportResponse.layer:type_name -> harena.v1.Layer
-	18, // 4: harena.v1.ListLayersRequest.page:type_name -> harena.v1.Page
+	25, // 4: harena.v1.ListLayersRequest.page:type_name -> harena.v1.Page
 	0,  // 5: harena.v1.ListLayersResponse.layers:type_name -> harena.v1.Layer
 	0,  // 6: harena.v1.GetLayerResponse.layer:type_name -> harena.v1.Layer
 	0,  // 7: harena.v1.TagResponse.layer:type_name -> harena.v1.Layer
-	2,  // 8: harena.v1.LayerService.Import:input_type -> harena.v1.ImportRequest
-	4,  // 9: harena.v1.LayerService.List:input_type -> harena.v1.ListLayersRequest
-	6,  // 10: harena.v1.LayerService.Get:input_type -> harena.v1.GetLayerRequest
-	8,  // 11: harena.v1.LayerService.Tag:input_type -> harena.v1.TagRequest
-	10, // 12: harena.v1.LayerService.Remove:input_type -> harena.v1.RemoveLayerRequest
-	12, // 13: harena.v1.LayerService.Verify:input_type -> harena.v1.VerifyLayerRequest
-	14, // 14: harena.v1.LayerService.CollectGarbage:input_type -> harena.v1.CollectGarbageRequest
-	3,  // 15: harena.v1.LayerService.Import:output_type -> harena.v1.ImportResponse
-	5,  // 16: harena.v1.LayerService.List:output_type -> harena.v1.ListLayersResponse
-	7,  // 17: harena.v1.LayerService.Get:output_type -> harena.v1.GetLayerResponse
-	9,  // 18: harena.v1.LayerService.Tag:output_type -> harena.v1.TagResponse
-	11, // 19: harena.v1.LayerService.Remove:output_type -> harena.v1.RemoveLayerResponse
-	13, // 20: harena.v1.LayerService.Verify:output_type -> harena.v1.VerifyLayerResponse
-	15, // 21: harena.v1.LayerService.CollectGarbage:output_type -> harena.v1.CollectGarbageResponse
-	15, // [15:22] is the sub-list for method output_type
-	8,  // [8:15] is the sub-list for method input_type
-	8,  // [8:8] is the sub-list for extension type_name
-	8,  // [8:8] is the sub-list for extension extendee
-	0,  // [0:8] is the sub-list for field type_name
+	26, // 8: harena.v1.CollectGarbageRequest.grace:type_name -> google.protobuf.Duration
+	19, // 9: harena.v1.ReachResponse.sandboxes:type_name -> harena.v1.ReachSandbox
+	20, // 10: harena.v1.ReachResponse.layers:type_name -> harena.v1.ReachLayer
+	0,  // 11: harena.v1.PushResponse.layer:type_name -> harena.v1.Layer
+	2,  // 12: harena.v1.LayerService.Import:input_type -> harena.v1.ImportRequest
+	4,  // 13: harena.v1.LayerService.List:input_type -> harena.v1.ListLayersRequest
+	6,  // 14: harena.v1.LayerService.Get:input_type -> harena.v1.GetLayerRequest
+	8,  // 15: harena.v1.LayerService.Tag:input_type -> harena.v1.TagRequest
+	10, // 16: harena.v1.LayerService.Remove:input_type -> harena.v1.RemoveLayerRequest
+	12, // 17: harena.v1.LayerService.Verify:input_type -> harena.v1.VerifyLayerRequest
+	14, // 18: harena.v1.LayerService.CollectGarbage:input_type -> harena.v1.CollectGarbageRequest
+	14, // 19: harena.v1.LayerService.CollectGarbageProgress:input_type -> harena.v1.CollectGarbageRequest
+	17, // 20: harena.v1.LayerService.Reach:input_type -> harena.v1.ReachRequest
+	21, // 21: harena.v1.LayerService.Push:input_type -> harena.v1.PushRequest
+	3,  // 22: harena.v1.LayerService.Import:output_type -> harena.v1.ImportResponse
+	5,  // 23: harena.v1.LayerService.List:output_type -> harena.v1.ListLayersResponse
+	7,  // 24: harena.v1.LayerService.Get:output_type -> harena.v1.GetLayerResponse
+	9,  // 25: harena.v1.LayerService.Tag:output_type -> harena.v1.TagResponse
+	11, // 26: harena.v1.LayerService.Remove:output_type -> harena.v1.RemoveLayerResponse
+	13, // 27: harena.v1.LayerService.Verify:output_type -> harena.v1.VerifyLayerResponse
+	15, // 28: harena.v1.LayerService.CollectGarbage:output_type -> harena.v1.CollectGarbageResponse
+	16, // 29: harena.v1.LayerService.CollectGarbageProgress:output_type -> harena.v1.CollectGarbageProgressResponse
+	18, // 30: harena.v1.LayerService.Reach:output_type -> harena.v1.ReachResponse
+	22, // 31: harena.v1.LayerService.Push:output_type -> harena.v1.PushResponse
+	22, // [22:32] is the sub-list for method output_type
+	12, // [12:22] is the sub-list for method input_type
+	12, // [12:12] is the sub-list for extension type_name
+	12, // [12:12] is the sub-list for extension extendee
+	0,  // [0:12] is the sub-list for field type_name
 }
 
 func init() { file_harena_v1_layer_proto_init() }
@@ -1237,7 +1874,7 @@ func file_harena_v1_layer_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_harena_v1_layer_proto_rawDesc), len(file_harena_v1_layer_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   17,
+			NumMessages:   24,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -142,6 +142,10 @@ var verbs = map[string]Verb{
 	harenav1connect.LayerServiceRemoveProcedure:         verbLayerWrite,
 	harenav1connect.LayerServiceCollectGarbageProcedure: verbLayerWrite,
 
+	harenav1connect.LayerServiceCollectGarbageProgressProcedure: verbLayerWrite,
+	harenav1connect.LayerServiceReachProcedure:                  verbLayerRead,
+	harenav1connect.LayerServicePushProcedure:                   verbLayerWrite,
+
 	harenav1connect.EventServiceListProcedure:   verbEventsRead,
 	harenav1connect.EventServiceFollowProcedure: verbEventsRead,
 	harenav1connect.EventServiceVerifyProcedure: verbEventsRead,

@@ -70,3 +70,25 @@ func (h *layerService) Verify(ctx context.Context, r *connect.Request[harenav1.V
 func (h *layerService) CollectGarbage(ctx context.Context, r *connect.Request[harenav1.CollectGarbageRequest]) (*connect.Response[harenav1.CollectGarbageResponse], error) {
 	return layerCall(ctx, h, r.Msg, layerClient.CollectGarbage)
 }
+
+func (h *layerService) CollectGarbageProgress(ctx context.Context, r *connect.Request[harenav1.CollectGarbageRequest], out *connect.ServerStream[harenav1.CollectGarbageProgressResponse]) error {
+	e, err := h.edge()
+	if err != nil {
+		return err
+	}
+	return receive(ctx, e, connect.NewRequest(r.Msg), layerOf, layerClient.CollectGarbageProgress, out.Send)
+}
+
+func (h *layerService) Reach(ctx context.Context, r *connect.Request[harenav1.ReachRequest]) (*connect.Response[harenav1.ReachResponse], error) {
+	r.Msg.Project = projectOr(ctx, r.Msg.GetProject())
+	return layerCall(ctx, h, r.Msg, layerClient.Reach)
+}
+
+func (h *layerService) Push(ctx context.Context, r *connect.Request[harenav1.PushRequest], out *connect.ServerStream[harenav1.PushResponse]) error {
+	r.Msg.Project = projectOr(ctx, r.Msg.GetProject())
+	e, err := h.edge()
+	if err != nil {
+		return err
+	}
+	return receive(ctx, e, connect.NewRequest(r.Msg), layerOf, layerClient.Push, out.Send)
+}

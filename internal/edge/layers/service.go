@@ -36,6 +36,7 @@ type Config struct {
 
 // Service implements harenav1connect.LayerServiceHandler.
 type Service struct {
+	harenav1connect.UnimplementedLayerServiceHandler
 	c        Config
 	requests *requests
 }

@@ -48,6 +48,13 @@ const (
 	// LayerServiceCollectGarbageProcedure is the fully-qualified name of the LayerService's
 	// CollectGarbage RPC.
 	LayerServiceCollectGarbageProcedure = "/harena.v1.LayerService/CollectGarbage"
+	// LayerServiceCollectGarbageProgressProcedure is the fully-qualified name of the LayerService's
+	// CollectGarbageProgress RPC.
+	LayerServiceCollectGarbageProgressProcedure = "/harena.v1.LayerService/CollectGarbageProgress"
+	// LayerServiceReachProcedure is the fully-qualified name of the LayerService's Reach RPC.
+	LayerServiceReachProcedure = "/harena.v1.LayerService/Reach"
+	// LayerServicePushProcedure is the fully-qualified name of the LayerService's Push RPC.
+	LayerServicePushProcedure = "/harena.v1.LayerService/Push"
 )
 
 // LayerServiceClient is a client for the harena.v1.LayerService service.
@@ -64,6 +71,12 @@ type LayerServiceClient interface {
 	// Verify reads everything back and checks every digest.
 	Verify(context.Context, *connect.Request[v1.VerifyLayerRequest]) (*connect.ServerStreamForClient[v1.VerifyLayerResponse], error)
 	CollectGarbage(context.Context, *connect.Request[v1.CollectGarbageRequest]) (*connect.Response[v1.CollectGarbageResponse], error)
+	// CollectGarbageProgress is CollectGarbage with reports on the way: digests come as they go, sums in the last message.
+	CollectGarbageProgress(context.Context, *connect.Request[v1.CollectGarbageRequest]) (*connect.ServerStreamForClient[v1.CollectGarbageProgressResponse], error)
+	// Reach says what a name reaches: what was made from the layers that it points, or pointed, at.
+	Reach(context.Context, *connect.Request[v1.ReachRequest]) (*connect.Response[v1.ReachResponse], error)
+	// Push copies layers that only this node has to the shared store, with their names, and reports progress.
+	Push(context.Context, *connect.Request[v1.PushRequest]) (*connect.ServerStreamForClient[v1.PushResponse], error)
 }
 
 // NewLayerServiceClient constructs a client for the harena.v1.LayerService service. By default, it
@@ -119,18 +132,39 @@ func NewLayerServiceClient(httpClient connect.HTTPClient, baseURL string, opts .
 			connect.WithSchema(layerServiceMethods.ByName("CollectGarbage")),
 			connect.WithClientOptions(opts...),
 		),
+		collectGarbageProgress: connect.NewClient[v1.CollectGarbageRequest, v1.CollectGarbageProgressResponse](
+			httpClient,
+			baseURL+LayerServiceCollectGarbageProgressProcedure,
+			connect.WithSchema(layerServiceMethods.ByName("CollectGarbageProgress")),
+			connect.WithClientOptions(opts...),
+		),
+		reach: connect.NewClient[v1.ReachRequest, v1.ReachResponse](
+			httpClient,
+			baseURL+LayerServiceReachProcedure,
+			connect.WithSchema(layerServiceMethods.ByName("Reach")),
+			connect.WithClientOptions(opts...),
+		),
+		push: connect.NewClient[v1.PushRequest, v1.PushResponse](
+			httpClient,
+			baseURL+LayerServicePushProcedure,
+			connect.WithSchema(layerServiceMethods.ByName("Push")),
+			connect.WithClientOptions(opts...),
+		),
 	}
 }
 
 // layerServiceClient implements LayerServiceClient.
 type layerServiceClient struct {
-	_import        *connect.Client[v1.ImportRequest, v1.ImportResponse]
-	list           *connect.Client[v1.ListLayersRequest, v1.ListLayersResponse]
-	get            *connect.Client[v1.GetLayerRequest, v1.GetLayerResponse]
-	tag            *connect.Client[v1.TagRequest, v1.TagResponse]
-	remove         *connect.Client[v1.RemoveLayerRequest, v1.RemoveLayerResponse]
-	verify         *connect.Client[v1.VerifyLayerRequest, v1.VerifyLayerResponse]
-	collectGarbage *connect.Client[v1.CollectGarbageRequest, v1.CollectGarbageResponse]
+	_import                *connect.Client[v1.ImportRequest, v1.ImportResponse]
+	list                   *connect.Client[v1.ListLayersRequest, v1.ListLayersResponse]
+	get                    *connect.Client[v1.GetLayerRequest, v1.GetLayerResponse]
+	tag                    *connect.Client[v1.TagRequest, v1.TagResponse]
+	remove                 *connect.Client[v1.RemoveLayerRequest, v1.RemoveLayerResponse]
+	verify                 *connect.Client[v1.VerifyLayerRequest, v1.VerifyLayerResponse]
+	collectGarbage         *connect.Client[v1.CollectGarbageRequest, v1.CollectGarbageResponse]
+	collectGarbageProgress *connect.Client[v1.CollectGarbageRequest, v1.CollectGarbageProgressResponse]
+	reach                  *connect.Client[v1.ReachRequest, v1.ReachResponse]
+	push                   *connect.Client[v1.PushRequest, v1.PushResponse]
 }
 
 // Import calls harena.v1.LayerService.Import.
@@ -168,6 +202,21 @@ func (c *layerServiceClient) CollectGarbage(ctx context.Context, req *connect.Re
 	return c.collectGarbage.CallUnary(ctx, req)
 }
 
+// CollectGarbageProgress calls harena.v1.LayerService.CollectGarbageProgress.
+func (c *layerServiceClient) CollectGarbageProgress(ctx context.Context, req *connect.Request[v1.CollectGarbageRequest]) (*connect.ServerStreamForClient[v1.CollectGarbageProgressResponse], error) {
+	return c.collectGarbageProgress.CallServerStream(ctx, req)
+}
+
+// Reach calls harena.v1.LayerService.Reach.
+func (c *layerServiceClient) Reach(ctx context.Context, req *connect.Request[v1.ReachRequest]) (*connect.Response[v1.ReachResponse], error) {
+	return c.reach.CallUnary(ctx, req)
+}
+
+// Push calls harena.v1.LayerService.Push.
+func (c *layerServiceClient) Push(ctx context.Context, req *connect.Request[v1.PushRequest]) (*connect.ServerStreamForClient[v1.PushResponse], error) {
+	return c.push.CallServerStream(ctx, req)
+}
+
 // LayerServiceHandler is an implementation of the harena.v1.LayerService service.
 type LayerServiceHandler interface {
 	// Import makes a layer from a source that the server can reach by itself and
@@ -182,6 +231,12 @@ type LayerServiceHandler interface {
 	// Verify reads everything back and checks every digest.
 	Verify(context.Context, *connect.Request[v1.VerifyLayerRequest], *connect.ServerStream[v1.VerifyLayerResponse]) error
 	CollectGarbage(context.Context, *connect.Request[v1.CollectGarbageRequest]) (*connect.Response[v1.CollectGarbageResponse], error)
+	// CollectGarbageProgress is CollectGarbage with reports on the way: digests come as they go, sums in the last message.
+	CollectGarbageProgress(context.Context, *connect.Request[v1.CollectGarbageRequest], *connect.ServerStream[v1.CollectGarbageProgressResponse]) error
+	// Reach says what a name reaches: what was made from the layers that it points, or pointed, at.
+	Reach(context.Context, *connect.Request[v1.ReachRequest]) (*connect.Response[v1.ReachResponse], error)
+	// Push copies layers that only this node has to the shared store, with their names, and reports progress.
+	Push(context.Context, *connect.Request[v1.PushRequest], *connect.ServerStream[v1.PushResponse]) error
 }
 
 // NewLayerServiceHandler builds an HTTP handler from the service implementation. It returns the
@@ -233,6 +288,24 @@ func NewLayerServiceHandler(svc LayerServiceHandler, opts ...connect.HandlerOpti
 		connect.WithSchema(layerServiceMethods.ByName("CollectGarbage")),
 		connect.WithHandlerOptions(opts...),
 	)
+	layerServiceCollectGarbageProgressHandler := connect.NewServerStreamHandler(
+		LayerServiceCollectGarbageProgressProcedure,
+		svc.CollectGarbageProgress,
+		connect.WithSchema(layerServiceMethods.ByName("CollectGarbageProgress")),
+		connect.WithHandlerOptions(opts...),
+	)
+	layerServiceReachHandler := connect.NewUnaryHandler(
+		LayerServiceReachProcedure,
+		svc.Reach,
+		connect.WithSchema(layerServiceMethods.ByName("Reach")),
+		connect.WithHandlerOptions(opts...),
+	)
+	layerServicePushHandler := connect.NewServerStreamHandler(
+		LayerServicePushProcedure,
+		svc.Push,
+		connect.WithSchema(layerServiceMethods.ByName("Push")),
+		connect.WithHandlerOptions(opts...),
+	)
 	return "/harena.v1.LayerService/", http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		switch r.URL.Path {
 		case LayerServiceImportProcedure:
@@ -249,6 +322,12 @@ func NewLayerServiceHandler(svc LayerServiceHandler, opts ...connect.HandlerOpti
 			layerServiceVerifyHandler.ServeHTTP(w, r)
 		case LayerServiceCollectGarbageProcedure:
 			layerServiceCollectGarbageHandler.ServeHTTP(w, r)
+		case LayerServiceCollectGarbageProgressProcedure:
+			layerServiceCollectGarbageProgressHandler.ServeHTTP(w, r)
+		case LayerServiceReachProcedure:
+			layerServiceReachHandler.ServeHTTP(w, r)
+		case LayerServicePushProcedure:
+			layerServicePushHandler.ServeHTTP(w, r)
 		default:
 			http.NotFound(w, r)
 		}
@@ -284,4 +363,16 @@ func (UnimplementedLayerServiceHandler) Verify(context.Context, *connect.Request
 
 func (UnimplementedLayerServiceHandler) CollectGarbage(context.Context, *connect.Request[v1.CollectGarbageRequest]) (*connect.Response[v1.CollectGarbageResponse], error) {
 	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("harena.v1.LayerService.CollectGarbage is not implemented"))
+}
+
+func (UnimplementedLayerServiceHandler) CollectGarbageProgress(context.Context, *connect.Request[v1.CollectGarbageRequest], *connect.ServerStream[v1.CollectGarbageProgressResponse]) error {
+	return connect.NewError(connect.CodeUnimplemented, errors.New("harena.v1.LayerService.CollectGarbageProgress is not implemented"))
+}
+
+func (UnimplementedLayerServiceHandler) Reach(context.Context, *connect.Request[v1.ReachRequest]) (*connect.Response[v1.ReachResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("harena.v1.LayerService.Reach is not implemented"))
+}
+
+func (UnimplementedLayerServiceHandler) Push(context.Context, *connect.Request[v1.PushRequest], *connect.ServerStream[v1.PushResponse]) error {
+	return connect.NewError(connect.CodeUnimplemented, errors.New("harena.v1.LayerService.Push is not implemented"))
 }
