@@ -57,7 +57,9 @@ func (s *Store) PlanGC(ctx context.Context, inUse map[Digest]bool) (*GCPlan, err
 		}
 		// A manifest to keep that cannot be read ends the plan: its objects are not known.
 		l, err := s.Load(d)
-		named[l.Meta.Digest], named[l.Blob.Digest] = true, true
+		for _, o := range l.Objects() {
+			named[o.Digest] = true
+		}
 		return err
 	})
 	if err != nil {

@@ -162,7 +162,7 @@ func (s *Store) stage(ctx context.Context, ref Ref, o ImportOptions, report *rep
 	}
 	g.warnings = res.Warnings
 	g.manifest = Manifest{
-		Schema: schema, Kind: o.Kind, LogicalBytes: res.LogicalBytes, Files: res.Files, Source: o.Source, Config: o.Config,
+		Schema: schemaPlain, Kind: o.Kind, LogicalBytes: res.LogicalBytes, Files: res.Files, Source: o.Source, Config: o.Config,
 	}
 	total := res.MetaBytes + res.BlobBytes
 	report.start(PhaseStoring, "storing "+ref.String(), total)

@@ -51,8 +51,13 @@ func (x *index) addManifest(m *Manifest, write func() (added bool, err error)) e
 }
 
 func (x *index) count(m *Manifest) {
-	x.uses[m.Meta.Digest]++
-	x.uses[m.Blob.Digest]++
+	counted := make(map[Digest]bool) // an empty blob may be a device twice
+	for _, o := range m.Objects() {
+		if !counted[o.Digest] {
+			counted[o.Digest] = true
+			x.uses[o.Digest]++
+		}
+	}
 }
 
 // forgetUses has the counts read again, after layers were removed.

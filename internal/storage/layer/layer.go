@@ -1,8 +1,8 @@
 // Package layer keeps immutable layers: what they are, where they lie on disk,
 // the names that point at them, how they are imported, stacked and mounted.
 //
-// A layer is a manifest that names an EROFS metadata image and its data blob by
-// their SHA-256. The digest of a layer is the SHA-256 of its manifest, so equal
+// A layer is a manifest that names an EROFS metadata image and its data blobs by
+// their SHA-256: one of its own and those of other layers that have content of it. The digest of a layer is the SHA-256 of its manifest, so equal
 // content from an equal source is one layer however often it is imported.
 // A layer exists exactly when its manifest does; objects that no manifest names
 // are garbage. Names (tags) are mutable pointers, kept per project.
@@ -89,9 +89,16 @@ type ImageConfig struct {
 	Labels     map[string]string `json:"labels,omitempty"`
 }
 
-// schema is the version of the manifest's format. A change that an older binary
-// would misread increases it.
-const schema = 1
+// Versions of the manifest's format. A change that an older binary would misread
+// increases it: an image with blobs of other layers cannot be mounted without them.
+const (
+	schemaPlain = 1
+	schemaExtra = 2 // Extra is not empty
+	schema      = schemaExtra
+)
+
+// maxExtra bounds Extra; see erofs.MaxDevices.
+const maxExtra = 16
 
 // Manifest describes a layer. It holds no time: when a layer came to be is a
 // property of a store's copy (the manifest file's modification time), not of the content.
@@ -100,6 +107,15 @@ type Manifest struct {
 	Kind   Kind   `json:"kind"`
 	Meta   Object `json:"meta"`
 	Blob   Object `json:"blob"`
+	// Extra are data blobs of other layers that the image also refers to, in the
+	// order of its device slots from 2 on. ExtraUsed says how many bytes of each it
+	// refers to, every block counted once.
+	Extra     []Object `json:"extra,omitempty"`
+	ExtraUsed []int64  `json:"extra_used,omitempty"`
+	// Index is the chunk index of Blob, by which later layers are written against
+	// it. It is made of Blob alone; without one (layers of older versions, empty
+	// blobs) it is computed where it is wanted.
+	Index Object `json:"index,omitzero"`
 	// LogicalBytes is the sum of the sizes of the files in it.
 	LogicalBytes int64       `json:"logical_bytes"`
 	Files        int64       `json:"files"`
@@ -108,6 +124,47 @@ type Manifest struct {
 	// Parents are the layers below a snapshot, or below the topmost piece of a base
 	// that was imported in pieces; lowest first.
 	Parents []Digest `json:"parents,omitempty"`
+}
+
+// Blobs returns the data blobs of the image in the order of its device slots.
+func (m *Manifest) Blobs() []Object { return append([]Object{m.Blob}, m.Extra...) }
+
+// Objects returns every object that the manifest names, some perhaps twice.
+func (m *Manifest) Objects() []Object {
+	out := append([]Object{m.Meta}, m.Blobs()...)
+	if m.Index.Digest != "" {
+		out = append(out, m.Index)
+	}
+	return out
+}
+
+// check refuses what encode never wrote.
+func (m *Manifest) check() error {
+	for _, o := range m.Objects() {
+		if _, err := ParseDigest(string(o.Digest)); err != nil {
+			return err
+		}
+		if o.Size < 0 {
+			return errs.E(errs.Invalid, "object %s has %d bytes", o.Digest, o.Size)
+		}
+	}
+	for _, d := range m.Parents {
+		if _, err := ParseDigest(string(d)); err != nil {
+			return err
+		}
+	}
+	if n := len(m.Extra); n > maxExtra {
+		return errs.OverLimit(errs.Invalid, "data blobs of other layers", maxExtra, n)
+	}
+	if len(m.ExtraUsed) != len(m.Extra) {
+		return errs.E(errs.Invalid, "%d of %d data blobs of other layers have a count of bytes", len(m.ExtraUsed), len(m.Extra))
+	}
+	for i, n := range m.ExtraUsed {
+		if n < 0 || n > m.Extra[i].Size {
+			return errs.E(errs.Invalid, "%d of %d bytes of %s are in use", n, m.Extra[i].Size, m.Extra[i].Digest)
+		}
+	}
+	return nil
 }
 
 // encode returns the manifest's bytes, the same for equal manifests: fields in
@@ -137,10 +194,8 @@ func decodeManifest(d Digest, b []byte) (*Manifest, error) {
 		return nil, errs.E(errs.Unsupported, "layer %s has manifest schema %d, this version reads up to %d", d, m.Schema, schema).
 			On("layer %s", d).WithHint("use the version of harena that made it, or a newer one")
 	}
-	for _, o := range append([]Digest{m.Meta.Digest, m.Blob.Digest}, m.Parents...) {
-		if _, err := ParseDigest(string(o)); err != nil {
-			return nil, fmt.Errorf("decode manifest %s: %w", d, err)
-		}
+	if err := m.check(); err != nil {
+		return nil, fmt.Errorf("decode manifest %s: %w", d, err)
 	}
 	return m, nil
 }

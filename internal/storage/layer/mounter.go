@@ -24,39 +24,42 @@ const (
 	ModeLoop MountMode = "loop"
 )
 
-// image is a pair of files that make one file system.
-type image struct{ meta, blob string }
+// image is the files that make one file system.
+type image struct {
+	meta  string
+	blobs []string // in the order of the device slots
+}
 
 // mountImage returns a detached mount of an image: read-only and nodev. It is not
 // nosuid: programs in a sandbox get their setuid bits through it.
 func mountImage(img image, mode MountMode) (mountFD int, err error) {
+	paths := append([]string{img.meta}, img.blobs...)
 	if mode == ModeLoop {
-		meta, err := attachLoop(img.meta)
-		if err != nil {
-			return -1, err
+		for i, p := range paths {
+			dev, err := attachLoop(p)
+			if err != nil {
+				return -1, err
+			}
+			defer dev.Close() // autoclear: the device goes with its last user
+			paths[i] = dev.Name()
 		}
-		defer meta.Close() // autoclear: the device goes with its last user
-		blob, err := attachLoop(img.blob)
-		if err != nil {
-			return -1, err
-		}
-		defer blob.Close()
-		img = image{meta.Name(), blob.Name()}
 	}
 	fd, err := unix.Fsopen("erofs", unix.FSOPEN_CLOEXEC)
 	if err != nil {
 		return -1, fmt.Errorf("fsopen erofs: %w", err)
 	}
 	defer unix.Close(fd)
-	for _, p := range []struct{ key, path string }{{"source", img.meta}, {"device", img.blob}} {
-		path, done, err := shortPath(p.path)
+	key := "source"
+	for _, p := range paths {
+		path, done, err := shortPath(p)
 		if err != nil {
 			return -1, err
 		}
 		defer done() // the kernel opens it at create
-		if err := unix.FsconfigSetString(fd, p.key, path); err != nil {
-			return -1, fmt.Errorf("fsconfig erofs %s=%s: %w", p.key, path, err)
+		if err := unix.FsconfigSetString(fd, key, path); err != nil {
+			return -1, fmt.Errorf("fsconfig erofs %s=%s: %w", key, path, err)
 		}
+		key = "device" // once for each slot, in their order
 	}
 	if mode == ModeDirect {
 		if err := unix.FsconfigSetFlag(fd, "directio"); err != nil {

@@ -94,13 +94,13 @@ func (m *Mounts) probe(ctx context.Context) (MountMode, error) {
 	if err := os.WriteFile(filepath.Join(tree, "probe"), content, 0o600); err != nil {
 		return "", m.store.diskError(err)
 	}
-	img := image{filepath.Join(dir, "meta"), filepath.Join(dir, "blob")}
+	img := image{filepath.Join(dir, "meta"), []string{filepath.Join(dir, "blob")}}
 	meta, err := os.Create(img.meta)
 	if err != nil {
 		return "", m.store.diskError(err)
 	}
 	defer meta.Close()
-	blob, err := os.Create(img.blob)
+	blob, err := os.Create(img.blobs[0])
 	if err != nil {
 		return "", m.store.diskError(err)
 	}
@@ -201,7 +201,10 @@ func (m *Mounts) mount(d Digest) error {
 	if err != nil {
 		return err
 	}
-	img := image{m.store.local.path(l.Meta.Digest), m.store.local.path(l.Blob.Digest)}
+	img := image{meta: m.store.local.path(l.Meta.Digest)}
+	for _, b := range l.Blobs() {
+		img.blobs = append(img.blobs, m.store.local.path(b.Digest))
+	}
 	fd, err := mountImage(img, m.mode)
 	if err != nil {
 		return mountFault(d, err)

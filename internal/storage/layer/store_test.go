@@ -85,7 +85,7 @@ func TestManifestIsDeterministic(t *testing.T) {
 	if _, err := decodeManifest(digestOf(first), bytes.Replace(first, []byte("base"), []byte("Base"), 1)); err == nil {
 		t.Error("a changed manifest was accepted")
 	}
-	newer := bytes.Replace(first, []byte(`"schema": 1`), []byte(`"schema": 2`), 1)
+	newer := bytes.Replace(first, []byte(`"schema": 2`), []byte(`"schema": 3`), 1)
 	if _, err := decodeManifest(digestOf(newer), newer); !errs.Is(err, errs.Unsupported) {
 		t.Errorf("newer schema: %v", err)
 	}
