@@ -105,6 +105,12 @@ func (d *dirBuilder) add(f *os.File, parent *inode, name, path string) error {
 	if err := unix.Fstat(fd, &st); err != nil {
 		return readDirError(err, path)
 	}
+	choice := Take
+	if d.o.Choose != nil {
+		if choice = d.o.Choose(path, &st); choice == Drop {
+			return nil
+		}
+	}
 	id := fileID{st.Dev, st.Ino}
 	isDir := st.Mode&modeFmt == modeDir
 	if !isDir && st.Nlink > 1 {
@@ -123,6 +129,9 @@ func (d *dirBuilder) add(f *os.File, parent *inode, name, path string) error {
 	}
 	if err != nil {
 		return err
+	}
+	if choice == TakeIfNotEmpty && isDir && len(ino.dir.names) == 0 && !isOpaque(ino.attrs) {
+		return nil
 	}
 	if !isDir && st.Nlink > 1 {
 		d.links[id] = ino

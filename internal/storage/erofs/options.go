@@ -40,10 +40,27 @@ type Options struct {
 	// count); MaxBytes the sum of the file sizes read, holes included. 0 means
 	// DefaultMaxEntries and DefaultMaxBytes.
 	MaxEntries, MaxBytes int64
+	// Choose, if set, decides which names of a directory are taken; it is asked
+	// about every name below the root, directories before what is in them, from the
+	// goroutine that calls FromDir. What it drops is not read.
+	Choose func(path string, st *unix.Stat_t) Choice
 	// Progress, if set, is told the bytes of file content read so far, holes
 	// included, about once a MiB.
 	Progress func(doneBytes int64)
 }
+
+// Choice is what becomes of a name.
+type Choice int
+
+// The choices.
+const (
+	Take Choice = iota
+	// Drop leaves the name out, with everything below it.
+	Drop
+	// TakeIfNotEmpty leaves a directory out if nothing of what is in it is taken and
+	// it hides nothing of the layers below (an opaque one does).
+	TakeIfNotEmpty
+)
 
 // Result describes the images written.
 type Result struct {

@@ -171,3 +171,18 @@ func makeOpaque(enc string) (string, error) {
 	out, err := appendAttr([]byte(enc), nameOpaque, "y")
 	return string(out), err
 }
+
+// isOpaque tells whether encoded attributes mark a directory as opaque.
+func isOpaque(enc string) bool {
+	for rest := enc; rest != ""; {
+		name, value, next, ok := nextAttr(rest)
+		if !ok {
+			return false
+		}
+		if name == nameOpaque && value == "y" {
+			return true
+		}
+		rest = next
+	}
+	return false
+}

@@ -1,0 +1,70 @@
+package packdiff
+
+import (
+	"strings"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/harena-dev/harena/internal/storage/erofs"
+)
+
+// Cleaner answers the writer of an image, name by name, what of a writable layer is packed. It is for one image, and not for
+// concurrent use.
+type Cleaner struct {
+	rules *Rules
+	// stack holds the directories from the root to the one whose names are asked about.
+	stack []level
+	// Cleaned are the paths that were left out, in the order of the walk.
+	Cleaned List
+	// held are directories that are left out if nothing below them is packed.
+	held []string
+}
+
+type level struct {
+	path string // "" for the root
+	place
+}
+
+// NewCleaner makes a cleaner; without rules everything is packed but what Harena writes itself.
+func NewCleaner(rules *Rules) *Cleaner {
+	if rules == nil {
+		rules = &Rules{}
+	}
+	return &Cleaner{rules: rules, stack: []level{{place: rules.root()}}}
+}
+
+// Choose is erofs.Options.Choose: directories come before what is in them.
+func (c *Cleaner) Choose(path string, st *unix.Stat_t) erofs.Choice {
+	dir, name := split(path)
+	for c.stack[len(c.stack)-1].path != dir {
+		c.stack = c.stack[:len(c.stack)-1]
+	}
+	at := c.rules.step(c.stack[len(c.stack)-1].place, name)
+	isDir := st.Mode&unix.S_IFMT == unix.S_IFDIR
+	if isDir {
+		c.stack = append(c.stack, level{path, at})
+	}
+	switch {
+	case written[path] && !isDir:
+		return erofs.Drop
+	case !at.fate.clean || isWhiteout(st.Mode, uint64(st.Rdev)):
+		return erofs.Take
+	case isDir:
+		c.held = append(c.held, path)
+		return erofs.TakeIfNotEmpty
+	}
+	c.Cleaned.Add(path)
+	return erofs.Drop
+}
+
+// isWhiteout tells whether a file says that a name of the layers below is gone (overlayfs.rst, "whiteouts and opaque directories").
+func isWhiteout(mode uint32, device uint64) bool {
+	return mode&unix.S_IFMT == unix.S_IFCHR && device == 0
+}
+
+func split(path string) (dir, name string) {
+	if i := strings.LastIndexByte(path, '/'); i >= 0 {
+		return path[:i], path[i+1:]
+	}
+	return "", path
+}

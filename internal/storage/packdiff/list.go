@@ -1,0 +1,52 @@
+package packdiff
+
+import (
+	"strings"
+	"unicode/utf8"
+)
+
+// MaxListed bounds the bytes of the paths in one list; a path counts for 32 more.
+const MaxListed = 64 << 20
+
+// List is a list of paths, without leading slashes. Its count is right also where not all could be kept.
+type List struct {
+	Paths []string
+	Count int64
+	size  int
+}
+
+// Add appends a path, or just counts it.
+func (l *List) Add(path string) {
+	l.Count++
+	if l.size += len(path) + 32; l.size <= MaxListed {
+		l.Paths = append(l.Paths, path)
+	}
+}
+
+// Quote writes a path as callers see it: absolute, with \xNN for bytes that are no UTF-8, for control characters and for
+// backslashes, so that two different paths never look alike.
+func Quote(path string) string {
+	plain := utf8.ValidString(path)
+	for i := 0; plain && i < len(path); i++ {
+		plain = path[i] >= 0x20 && path[i] != 0x7f && path[i] != '\\'
+	}
+	if plain {
+		return "/" + path
+	}
+	const digits = "0123456789abcdef"
+	var b strings.Builder
+	b.WriteByte('/')
+	for i := 0; i < len(path); {
+		r, n := utf8.DecodeRuneInString(path[i:])
+		if r == utf8.RuneError && n <= 1 || r < 0x20 || r == 0x7f || r == '\\' {
+			b.WriteString(`\x`)
+			b.WriteByte(digits[path[i]>>4])
+			b.WriteByte(digits[path[i]&15])
+			i++
+			continue
+		}
+		b.WriteString(path[i : i+n])
+		i += n
+	}
+	return b.String()
+}
