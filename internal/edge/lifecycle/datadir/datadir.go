@@ -34,6 +34,9 @@ type Options struct {
 	// NoMount leaves the directory as it is. For tests without the rights to mount: without the mount's nosuid the
 	// uppers are an escalation.
 	NoMount bool
+	// Size, if not 0, asks for a volume of that many bytes: the directory is then a btrfs of its own, in a file. One that
+	// exists is used without being asked for, and grows to a larger Size.
+	Size int64
 	// LockWait is how long to wait for a server that is on its way out.
 	LockWait time.Duration
 }
@@ -87,6 +90,11 @@ func Open(path string, o Options) (_ *Dir, err error) {
 		return nil, err
 	}
 	path = d.path
+	if !o.NoMount {
+		if err := d.openVolume(); err != nil {
+			return nil, err
+		}
+	}
 	if err := adoptable(path); err != nil {
 		return nil, err
 	}
@@ -138,7 +146,7 @@ func adoptable(path string) error {
 		switch e.Name() {
 		case "version.json":
 			return nil
-		case "lock", "lost+found": // of a first start that was cut short; of a file system of its own
+		case "lock", "lost+found", volumeName, volumeName + ".new": // of a first start that was cut short; of a file system of its own
 		default:
 			if !strings.HasPrefix(e.Name(), "version.json.") {
 				foreign = e.Name()
@@ -232,7 +240,13 @@ func (d *Dir) Down() error {
 	if unmount != nil {
 		return fmt.Errorf("unmount %s: %w", d.path, unmount)
 	}
-	return nil
+	return d.closeVolume()
+}
+
+// OwnVolume tells whether the directory is a file system of its own that harena made.
+func (d *Dir) OwnVolume() bool {
+	mounted, err := volumeMounted(d.path)
+	return err == nil && mounted
 }
 
 func (d *Dir) release() {

@@ -35,6 +35,9 @@ func Inspect(path string) (Info, error) {
 	var v versionFile
 	var n nodeFile
 	if err := readJSON(filepath.Join(path, "version.json"), &v); err != nil {
+		if _, verr := os.Lstat(filepath.Join(path, volumeName)); verr == nil && errors.Is(err, os.ErrNotExist) {
+			return info, errs.E(errs.NotFound, "the volume of %s is not mounted", path).WithHint("`harena up --data %s` mounts it; nothing of a node runs meanwhile", path)
+		}
 		if errors.Is(err, os.ErrNotExist) {
 			return info, errs.E(errs.NotFound, "%s is not a data directory of harena", path).WithHint("`harena up --data %s` makes one", path)
 		}

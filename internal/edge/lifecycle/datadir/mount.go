@@ -21,6 +21,7 @@ type Mount struct {
 	Options string
 	Shared  bool
 	Type    string
+	Source  string // a device, or what the file system says
 }
 
 // Mounts lists the mounts of this process's mount namespace, in the kernel's order: of two on one point the later is on top.
@@ -39,14 +40,14 @@ func parseMounts(b []byte) []Mount {
 	for lines.Scan() {
 		before, after, found := strings.Cut(lines.Text(), " - ")
 		fields, rest := strings.Fields(before), strings.Fields(after)
-		if !found || len(fields) < 6 || len(rest) < 1 {
+		if !found || len(fields) < 6 || len(rest) < 2 {
 			continue
 		}
 		id, err := strconv.Atoi(fields[0])
 		if err != nil {
 			continue
 		}
-		m := Mount{ID: id, Point: unescape(fields[4]), Options: fields[5], Type: rest[0]}
+		m := Mount{ID: id, Point: unescape(fields[4]), Options: fields[5], Type: rest[0], Source: unescape(rest[1])}
 		for _, tag := range fields[6:] {
 			m.Shared = m.Shared || strings.HasPrefix(tag, "shared:")
 		}
