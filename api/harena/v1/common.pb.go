@@ -22,6 +22,7 @@ package harenav1
 import (
 	protoreflect "google.golang.org/protobuf/reflect/protoreflect"
 	protoimpl "google.golang.org/protobuf/runtime/protoimpl"
+	durationpb "google.golang.org/protobuf/types/known/durationpb"
 	reflect "reflect"
 	sync "sync"
 	unsafe "unsafe"
@@ -194,8 +195,10 @@ type Outcome struct {
 	// The state after the operation; see Sandbox.state.
 	State string `protobuf:"bytes,2,opt,name=state,proto3" json:"state,omitempty"`
 	// Absent on success.
-	Error         *ErrorDetail `protobuf:"bytes,3,opt,name=error,proto3" json:"error,omitempty"`
-	ErrorMessage  string       `protobuf:"bytes,4,opt,name=error_message,json=errorMessage,proto3" json:"error_message,omitempty"`
+	Error        *ErrorDetail `protobuf:"bytes,3,opt,name=error,proto3" json:"error,omitempty"`
+	ErrorMessage string       `protobuf:"bytes,4,opt,name=error_message,json=errorMessage,proto3" json:"error_message,omitempty"`
+	// Of a pause: what it gave back.
+	Pause         *PauseReport `protobuf:"bytes,5,opt,name=pause,proto3" json:"pause,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -258,6 +261,145 @@ func (x *Outcome) GetErrorMessage() string {
 	return ""
 }
 
+func (x *Outcome) GetPause() *PauseReport {
+	if x != nil {
+		return x.Pause
+	}
+	return nil
+}
+
+// PauseReport says what memory a pause gave back, and where it went. Bytes.
+type PauseReport struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Charged to the sandbox before and after.
+	MemoryBefore int64 `protobuf:"varint,1,opt,name=memory_before,json=memoryBefore,proto3" json:"memory_before,omitempty"`
+	MemoryAfter  int64 `protobuf:"varint,2,opt,name=memory_after,json=memoryAfter,proto3" json:"memory_after,omitempty"`
+	// Of the difference: moved to swap, and cached files dropped.
+	Swapped      int64 `protobuf:"varint,3,opt,name=swapped,proto3" json:"swapped,omitempty"`
+	CacheDropped int64 `protobuf:"varint,4,opt,name=cache_dropped,json=cacheDropped,proto3" json:"cache_dropped,omitempty"`
+	// Available memory of the whole node (MemAvailable) before and after. What else happened on the node shows here too.
+	NodeAvailableBefore int64 `protobuf:"varint,5,opt,name=node_available_before,json=nodeAvailableBefore,proto3" json:"node_available_before,omitempty"`
+	NodeAvailableAfter  int64 `protobuf:"varint,6,opt,name=node_available_after,json=nodeAvailableAfter,proto3" json:"node_available_after,omitempty"`
+	// What the node's zram devices took of memory meanwhile to hold what was swapped, and what went to swap on disk. Of the
+	// whole node too.
+	ZramGrew     int64 `protobuf:"varint,7,opt,name=zram_grew,json=zramGrew,proto3" json:"zram_grew,omitempty"`
+	DiskSwapGrew int64 `protobuf:"varint,8,opt,name=disk_swap_grew,json=diskSwapGrew,proto3" json:"disk_swap_grew,omitempty"`
+	// How long it took until everything stood still, and from then on until the memory was back.
+	FreezeTook  *durationpb.Duration `protobuf:"bytes,9,opt,name=freeze_took,json=freezeTook,proto3" json:"freeze_took,omitempty"`
+	ReclaimTook *durationpb.Duration `protobuf:"bytes,10,opt,name=reclaim_took,json=reclaimTook,proto3" json:"reclaim_took,omitempty"`
+	// Why not more was given back, when that has a reason, such as no swap.
+	Note          string `protobuf:"bytes,11,opt,name=note,proto3" json:"note,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PauseReport) Reset() {
+	*x = PauseReport{}
+	mi := &file_harena_v1_common_proto_msgTypes[3]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PauseReport) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PauseReport) ProtoMessage() {}
+
+func (x *PauseReport) ProtoReflect() protoreflect.Message {
+	mi := &file_harena_v1_common_proto_msgTypes[3]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PauseReport.ProtoReflect.Descriptor instead.
+func (*PauseReport) Descriptor() ([]byte, []int) {
+	return file_harena_v1_common_proto_rawDescGZIP(), []int{3}
+}
+
+func (x *PauseReport) GetMemoryBefore() int64 {
+	if x != nil {
+		return x.MemoryBefore
+	}
+	return 0
+}
+
+func (x *PauseReport) GetMemoryAfter() int64 {
+	if x != nil {
+		return x.MemoryAfter
+	}
+	return 0
+}
+
+func (x *PauseReport) GetSwapped() int64 {
+	if x != nil {
+		return x.Swapped
+	}
+	return 0
+}
+
+func (x *PauseReport) GetCacheDropped() int64 {
+	if x != nil {
+		return x.CacheDropped
+	}
+	return 0
+}
+
+func (x *PauseReport) GetNodeAvailableBefore() int64 {
+	if x != nil {
+		return x.NodeAvailableBefore
+	}
+	return 0
+}
+
+func (x *PauseReport) GetNodeAvailableAfter() int64 {
+	if x != nil {
+		return x.NodeAvailableAfter
+	}
+	return 0
+}
+
+func (x *PauseReport) GetZramGrew() int64 {
+	if x != nil {
+		return x.ZramGrew
+	}
+	return 0
+}
+
+func (x *PauseReport) GetDiskSwapGrew() int64 {
+	if x != nil {
+		return x.DiskSwapGrew
+	}
+	return 0
+}
+
+func (x *PauseReport) GetFreezeTook() *durationpb.Duration {
+	if x != nil {
+		return x.FreezeTook
+	}
+	return nil
+}
+
+func (x *PauseReport) GetReclaimTook() *durationpb.Duration {
+	if x != nil {
+		return x.ReclaimTook
+	}
+	return nil
+}
+
+func (x *PauseReport) GetNote() string {
+	if x != nil {
+		return x.Note
+	}
+	return ""
+}
+
 // Timing is one named step of an operation, for explanation and benchmarks.
 type Timing struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -269,7 +411,7 @@ type Timing struct {
 
 func (x *Timing) Reset() {
 	*x = Timing{}
-	mi := &file_harena_v1_common_proto_msgTypes[3]
+	mi := &file_harena_v1_common_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -281,7 +423,7 @@ func (x *Timing) String() string {
 func (*Timing) ProtoMessage() {}
 
 func (x *Timing) ProtoReflect() protoreflect.Message {
-	mi := &file_harena_v1_common_proto_msgTypes[3]
+	mi := &file_harena_v1_common_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -294,7 +436,7 @@ func (x *Timing) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Timing.ProtoReflect.Descriptor instead.
 func (*Timing) Descriptor() ([]byte, []int) {
-	return file_harena_v1_common_proto_rawDescGZIP(), []int{3}
+	return file_harena_v1_common_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *Timing) GetStep() string {
@@ -324,7 +466,7 @@ type Page struct {
 
 func (x *Page) Reset() {
 	*x = Page{}
-	mi := &file_harena_v1_common_proto_msgTypes[4]
+	mi := &file_harena_v1_common_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -336,7 +478,7 @@ func (x *Page) String() string {
 func (*Page) ProtoMessage() {}
 
 func (x *Page) ProtoReflect() protoreflect.Message {
-	mi := &file_harena_v1_common_proto_msgTypes[4]
+	mi := &file_harena_v1_common_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -349,7 +491,7 @@ func (x *Page) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Page.ProtoReflect.Descriptor instead.
 func (*Page) Descriptor() ([]byte, []int) {
-	return file_harena_v1_common_proto_rawDescGZIP(), []int{4}
+	return file_harena_v1_common_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *Page) GetSize() int32 {
@@ -370,7 +512,7 @@ var File_harena_v1_common_proto protoreflect.FileDescriptor
 
 const file_harena_v1_common_proto_rawDesc = "" +
 	"\n" +
-	"\x16harena/v1/common.proto\x12\tharena.v1\"\xb2\x01\n" +
+	"\x16harena/v1/common.proto\x12\tharena.v1\x1a\x1egoogle/protobuf/duration.proto\"\xb2\x01\n" +
 	"\vErrorDetail\x12\x12\n" +
 	"\x04kind\x18\x01 \x01(\tR\x04kind\x12\x1a\n" +
 	"\bresource\x18\x02 \x01(\tR\bresource\x12\x12\n" +
@@ -387,13 +529,28 @@ const file_harena_v1_common_proto_rawDesc = "" +
 	"\x06labels\x18\x03 \x03(\v2\x1f.harena.v1.Selector.LabelsEntryR\x06labels\x1a9\n" +
 	"\vLabelsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\x91\x01\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xbf\x01\n" +
 	"\aOutcome\x12\x1d\n" +
 	"\n" +
 	"sandbox_id\x18\x01 \x01(\tR\tsandboxId\x12\x14\n" +
 	"\x05state\x18\x02 \x01(\tR\x05state\x12,\n" +
 	"\x05error\x18\x03 \x01(\v2\x16.harena.v1.ErrorDetailR\x05error\x12#\n" +
-	"\rerror_message\x18\x04 \x01(\tR\ferrorMessage\"4\n" +
+	"\rerror_message\x18\x04 \x01(\tR\ferrorMessage\x12,\n" +
+	"\x05pause\x18\x05 \x01(\v2\x16.harena.v1.PauseReportR\x05pause\"\xcb\x03\n" +
+	"\vPauseReport\x12#\n" +
+	"\rmemory_before\x18\x01 \x01(\x03R\fmemoryBefore\x12!\n" +
+	"\fmemory_after\x18\x02 \x01(\x03R\vmemoryAfter\x12\x18\n" +
+	"\aswapped\x18\x03 \x01(\x03R\aswapped\x12#\n" +
+	"\rcache_dropped\x18\x04 \x01(\x03R\fcacheDropped\x122\n" +
+	"\x15node_available_before\x18\x05 \x01(\x03R\x13nodeAvailableBefore\x120\n" +
+	"\x14node_available_after\x18\x06 \x01(\x03R\x12nodeAvailableAfter\x12\x1b\n" +
+	"\tzram_grew\x18\a \x01(\x03R\bzramGrew\x12$\n" +
+	"\x0edisk_swap_grew\x18\b \x01(\x03R\fdiskSwapGrew\x12:\n" +
+	"\vfreeze_took\x18\t \x01(\v2\x19.google.protobuf.DurationR\n" +
+	"freezeTook\x12<\n" +
+	"\freclaim_took\x18\n" +
+	" \x01(\v2\x19.google.protobuf.DurationR\vreclaimTook\x12\x12\n" +
+	"\x04note\x18\v \x01(\tR\x04note\"4\n" +
 	"\x06Timing\x12\x12\n" +
 	"\x04step\x18\x01 \x01(\tR\x04step\x12\x16\n" +
 	"\x06micros\x18\x02 \x01(\x03R\x06micros\"0\n" +
@@ -413,23 +570,28 @@ func file_harena_v1_common_proto_rawDescGZIP() []byte {
 	return file_harena_v1_common_proto_rawDescData
 }
 
-var file_harena_v1_common_proto_msgTypes = make([]protoimpl.MessageInfo, 6)
+var file_harena_v1_common_proto_msgTypes = make([]protoimpl.MessageInfo, 7)
 var file_harena_v1_common_proto_goTypes = []any{
-	(*ErrorDetail)(nil), // 0: harena.v1.ErrorDetail
-	(*Selector)(nil),    // 1: harena.v1.Selector
-	(*Outcome)(nil),     // 2: harena.v1.Outcome
-	(*Timing)(nil),      // 3: harena.v1.Timing
-	(*Page)(nil),        // 4: harena.v1.Page
-	nil,                 // 5: harena.v1.Selector.LabelsEntry
+	(*ErrorDetail)(nil),         // 0: harena.v1.ErrorDetail
+	(*Selector)(nil),            // 1: harena.v1.Selector
+	(*Outcome)(nil),             // 2: harena.v1.Outcome
+	(*PauseReport)(nil),         // 3: harena.v1.PauseReport
+	(*Timing)(nil),              // 4: harena.v1.Timing
+	(*Page)(nil),                // 5: harena.v1.Page
+	nil,                         // 6: harena.v1.Selector.LabelsEntry
+	(*durationpb.Duration)(nil), // 7: google.protobuf.Duration
 }
 var file_harena_v1_common_proto_depIdxs = []int32{
-	5, // 0: harena.v1.Selector.labels:type_name -> harena.v1.Selector.LabelsEntry
+	6, // 0: harena.v1.Selector.labels:type_name -> harena.v1.Selector.LabelsEntry
 	0, // 1: harena.v1.Outcome.error:type_name -> harena.v1.ErrorDetail
-	2, // [2:2] is the sub-list for method output_type
-	2, // [2:2] is the sub-list for method input_type
-	2, // [2:2] is the sub-list for extension type_name
-	2, // [2:2] is the sub-list for extension extendee
-	0, // [0:2] is the sub-list for field type_name
+	3, // 2: harena.v1.Outcome.pause:type_name -> harena.v1.PauseReport
+	7, // 3: harena.v1.PauseReport.freeze_took:type_name -> google.protobuf.Duration
+	7, // 4: harena.v1.PauseReport.reclaim_took:type_name -> google.protobuf.Duration
+	5, // [5:5] is the sub-list for method output_type
+	5, // [5:5] is the sub-list for method input_type
+	5, // [5:5] is the sub-list for extension type_name
+	5, // [5:5] is the sub-list for extension extendee
+	0, // [0:5] is the sub-list for field type_name
 }
 
 func init() { file_harena_v1_common_proto_init() }
@@ -443,7 +605,7 @@ func file_harena_v1_common_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_harena_v1_common_proto_rawDesc), len(file_harena_v1_common_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   6,
+			NumMessages:   7,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

@@ -51,7 +51,9 @@ type Command struct {
 	// A retry with the same op_id returns the recorded result, or attaches, and
 	// never runs the command twice. ≤ 128 printable ASCII characters.
 	OpId string `protobuf:"bytes,11,opt,name=op_id,json=opId,proto3" json:"op_id,omitempty"`
-	// Run in this shell session.
+	// Run in this shell session, which is made when there is none of the name. The
+	// shell's own directory and environment apply: user must be the session's, or
+	// empty; cwd, env, stdin, stdin_open and pty are refused.
 	Session string `protobuf:"bytes,12,opt,name=session,proto3" json:"session,omitempty"`
 	// argv as bytes, for arguments that are not UTF-8; used when argv is empty.
 	ArgvBytes [][]byte `protobuf:"bytes,13,rep,name=argv_bytes,json=argvBytes,proto3" json:"argv_bytes,omitempty"`
@@ -1759,8 +1761,11 @@ func (x *ListSessionsRequest) GetSandboxId() string {
 }
 
 type ListSessionsResponse struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Names         []string               `protobuf:"bytes,1,rep,name=names,proto3" json:"names,omitempty"`
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Of those that live.
+	Names []string `protobuf:"bytes,1,rep,name=names,proto3" json:"names,omitempty"`
+	// All, also those that ended and were not closed.
+	Sessions      []*Session `protobuf:"bytes,2,rep,name=sessions,proto3" json:"sessions,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1802,6 +1807,110 @@ func (x *ListSessionsResponse) GetNames() []string {
 	return nil
 }
 
+func (x *ListSessionsResponse) GetSessions() []*Session {
+	if x != nil {
+		return x.Sessions
+	}
+	return nil
+}
+
+// Session is a shell that runs commands one after the other, and keeps what
+// they change: directory, variables, functions, background jobs.
+type Session struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	Name  string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
+	User  string                 `protobuf:"bytes,2,opt,name=user,proto3" json:"user,omitempty"`
+	// Path of the shell.
+	Shell   string                 `protobuf:"bytes,3,opt,name=shell,proto3" json:"shell,omitempty"`
+	Pid     int64                  `protobuf:"varint,4,opt,name=pid,proto3" json:"pid,omitempty"`
+	Created *timestamppb.Timestamp `protobuf:"bytes,5,opt,name=created,proto3" json:"created,omitempty"`
+	// The command that runs now.
+	CommandId string `protobuf:"bytes,6,opt,name=command_id,json=commandId,proto3" json:"command_id,omitempty"`
+	// Why it ended; empty while it lives.
+	Ended         string `protobuf:"bytes,7,opt,name=ended,proto3" json:"ended,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Session) Reset() {
+	*x = Session{}
+	mi := &file_harena_v1_exec_proto_msgTypes[26]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Session) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Session) ProtoMessage() {}
+
+func (x *Session) ProtoReflect() protoreflect.Message {
+	mi := &file_harena_v1_exec_proto_msgTypes[26]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Session.ProtoReflect.Descriptor instead.
+func (*Session) Descriptor() ([]byte, []int) {
+	return file_harena_v1_exec_proto_rawDescGZIP(), []int{26}
+}
+
+func (x *Session) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *Session) GetUser() string {
+	if x != nil {
+		return x.User
+	}
+	return ""
+}
+
+func (x *Session) GetShell() string {
+	if x != nil {
+		return x.Shell
+	}
+	return ""
+}
+
+func (x *Session) GetPid() int64 {
+	if x != nil {
+		return x.Pid
+	}
+	return 0
+}
+
+func (x *Session) GetCreated() *timestamppb.Timestamp {
+	if x != nil {
+		return x.Created
+	}
+	return nil
+}
+
+func (x *Session) GetCommandId() string {
+	if x != nil {
+		return x.CommandId
+	}
+	return ""
+}
+
+func (x *Session) GetEnded() string {
+	if x != nil {
+		return x.Ended
+	}
+	return ""
+}
+
 type CloseSessionRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	SandboxId     string                 `protobuf:"bytes,1,opt,name=sandbox_id,json=sandboxId,proto3" json:"sandbox_id,omitempty"`
@@ -1813,7 +1922,7 @@ type CloseSessionRequest struct {
 
 func (x *CloseSessionRequest) Reset() {
 	*x = CloseSessionRequest{}
-	mi := &file_harena_v1_exec_proto_msgTypes[26]
+	mi := &file_harena_v1_exec_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1825,7 +1934,7 @@ func (x *CloseSessionRequest) String() string {
 func (*CloseSessionRequest) ProtoMessage() {}
 
 func (x *CloseSessionRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_harena_v1_exec_proto_msgTypes[26]
+	mi := &file_harena_v1_exec_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1838,7 +1947,7 @@ func (x *CloseSessionRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CloseSessionRequest.ProtoReflect.Descriptor instead.
 func (*CloseSessionRequest) Descriptor() ([]byte, []int) {
-	return file_harena_v1_exec_proto_rawDescGZIP(), []int{26}
+	return file_harena_v1_exec_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *CloseSessionRequest) GetSandboxId() string {
@@ -1870,7 +1979,7 @@ type CloseSessionResponse struct {
 
 func (x *CloseSessionResponse) Reset() {
 	*x = CloseSessionResponse{}
-	mi := &file_harena_v1_exec_proto_msgTypes[27]
+	mi := &file_harena_v1_exec_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1882,7 +1991,7 @@ func (x *CloseSessionResponse) String() string {
 func (*CloseSessionResponse) ProtoMessage() {}
 
 func (x *CloseSessionResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_harena_v1_exec_proto_msgTypes[27]
+	mi := &file_harena_v1_exec_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1895,14 +2004,1055 @@ func (x *CloseSessionResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CloseSessionResponse.ProtoReflect.Descriptor instead.
 func (*CloseSessionResponse) Descriptor() ([]byte, []int) {
-	return file_harena_v1_exec_proto_rawDescGZIP(), []int{27}
+	return file_harena_v1_exec_proto_rawDescGZIP(), []int{28}
+}
+
+type LogRequest struct {
+	state     protoimpl.MessageState `protogen:"open.v1"`
+	SandboxId string                 `protobuf:"bytes,1,opt,name=sandbox_id,json=sandboxId,proto3" json:"sandbox_id,omitempty"`
+	// The first entry wanted, by number.
+	From int64 `protobuf:"varint,2,opt,name=from,proto3" json:"from,omitempty"`
+	// Go on with what is to come, until the call ends.
+	Follow bool `protobuf:"varint,3,opt,name=follow,proto3" json:"follow,omitempty"`
+	// Leave out the content of files and large inputs.
+	NoContent     bool `protobuf:"varint,4,opt,name=no_content,json=noContent,proto3" json:"no_content,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *LogRequest) Reset() {
+	*x = LogRequest{}
+	mi := &file_harena_v1_exec_proto_msgTypes[29]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *LogRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*LogRequest) ProtoMessage() {}
+
+func (x *LogRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_harena_v1_exec_proto_msgTypes[29]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use LogRequest.ProtoReflect.Descriptor instead.
+func (*LogRequest) Descriptor() ([]byte, []int) {
+	return file_harena_v1_exec_proto_rawDescGZIP(), []int{29}
+}
+
+func (x *LogRequest) GetSandboxId() string {
+	if x != nil {
+		return x.SandboxId
+	}
+	return ""
+}
+
+func (x *LogRequest) GetFrom() int64 {
+	if x != nil {
+		return x.From
+	}
+	return 0
+}
+
+func (x *LogRequest) GetFollow() bool {
+	if x != nil {
+		return x.Follow
+	}
+	return false
+}
+
+func (x *LogRequest) GetNoContent() bool {
+	if x != nil {
+		return x.NoContent
+	}
+	return false
+}
+
+type LogResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Entry         *LogEntry              `protobuf:"bytes,1,opt,name=entry,proto3" json:"entry,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *LogResponse) Reset() {
+	*x = LogResponse{}
+	mi := &file_harena_v1_exec_proto_msgTypes[30]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *LogResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*LogResponse) ProtoMessage() {}
+
+func (x *LogResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_harena_v1_exec_proto_msgTypes[30]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use LogResponse.ProtoReflect.Descriptor instead.
+func (*LogResponse) Descriptor() ([]byte, []int) {
+	return file_harena_v1_exec_proto_rawDescGZIP(), []int{30}
+}
+
+func (x *LogResponse) GetEntry() *LogEntry {
+	if x != nil {
+		return x.Entry
+	}
+	return nil
+}
+
+// LogEntry is one line of a log. JSON Lines of it are what `harena log --json` prints and `harena replay` reads.
+type LogEntry struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Counts from 0, without gaps. Entries with content have the number of the next entry.
+	Number int64                  `protobuf:"varint,1,opt,name=number,proto3" json:"number,omitempty"`
+	Time   *timestamppb.Timestamp `protobuf:"bytes,2,opt,name=time,proto3" json:"time,omitempty"`
+	// Types that are valid to be assigned to Event:
+	//
+	//	*LogEntry_Header
+	//	*LogEntry_Start
+	//	*LogEntry_Input
+	//	*LogEntry_Signal
+	//	*LogEntry_End
+	//	*LogEntry_File
+	//	*LogEntry_Session
+	//	*LogEntry_Content
+	//	*LogEntry_Stop
+	Event         isLogEntry_Event `protobuf_oneof:"event"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *LogEntry) Reset() {
+	*x = LogEntry{}
+	mi := &file_harena_v1_exec_proto_msgTypes[31]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *LogEntry) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*LogEntry) ProtoMessage() {}
+
+func (x *LogEntry) ProtoReflect() protoreflect.Message {
+	mi := &file_harena_v1_exec_proto_msgTypes[31]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use LogEntry.ProtoReflect.Descriptor instead.
+func (*LogEntry) Descriptor() ([]byte, []int) {
+	return file_harena_v1_exec_proto_rawDescGZIP(), []int{31}
+}
+
+func (x *LogEntry) GetNumber() int64 {
+	if x != nil {
+		return x.Number
+	}
+	return 0
+}
+
+func (x *LogEntry) GetTime() *timestamppb.Timestamp {
+	if x != nil {
+		return x.Time
+	}
+	return nil
+}
+
+func (x *LogEntry) GetEvent() isLogEntry_Event {
+	if x != nil {
+		return x.Event
+	}
+	return nil
+}
+
+func (x *LogEntry) GetHeader() *LogHeader {
+	if x != nil {
+		if x, ok := x.Event.(*LogEntry_Header); ok {
+			return x.Header
+		}
+	}
+	return nil
+}
+
+func (x *LogEntry) GetStart() *LogStart {
+	if x != nil {
+		if x, ok := x.Event.(*LogEntry_Start); ok {
+			return x.Start
+		}
+	}
+	return nil
+}
+
+func (x *LogEntry) GetInput() *LogInput {
+	if x != nil {
+		if x, ok := x.Event.(*LogEntry_Input); ok {
+			return x.Input
+		}
+	}
+	return nil
+}
+
+func (x *LogEntry) GetSignal() *LogSignal {
+	if x != nil {
+		if x, ok := x.Event.(*LogEntry_Signal); ok {
+			return x.Signal
+		}
+	}
+	return nil
+}
+
+func (x *LogEntry) GetEnd() *LogEnd {
+	if x != nil {
+		if x, ok := x.Event.(*LogEntry_End); ok {
+			return x.End
+		}
+	}
+	return nil
+}
+
+func (x *LogEntry) GetFile() *LogFile {
+	if x != nil {
+		if x, ok := x.Event.(*LogEntry_File); ok {
+			return x.File
+		}
+	}
+	return nil
+}
+
+func (x *LogEntry) GetSession() *LogSession {
+	if x != nil {
+		if x, ok := x.Event.(*LogEntry_Session); ok {
+			return x.Session
+		}
+	}
+	return nil
+}
+
+func (x *LogEntry) GetContent() *LogContent {
+	if x != nil {
+		if x, ok := x.Event.(*LogEntry_Content); ok {
+			return x.Content
+		}
+	}
+	return nil
+}
+
+func (x *LogEntry) GetStop() *LogStop {
+	if x != nil {
+		if x, ok := x.Event.(*LogEntry_Stop); ok {
+			return x.Stop
+		}
+	}
+	return nil
+}
+
+type isLogEntry_Event interface {
+	isLogEntry_Event()
+}
+
+type LogEntry_Header struct {
+	Header *LogHeader `protobuf:"bytes,3,opt,name=header,proto3,oneof"`
+}
+
+type LogEntry_Start struct {
+	Start *LogStart `protobuf:"bytes,4,opt,name=start,proto3,oneof"`
+}
+
+type LogEntry_Input struct {
+	Input *LogInput `protobuf:"bytes,5,opt,name=input,proto3,oneof"`
+}
+
+type LogEntry_Signal struct {
+	Signal *LogSignal `protobuf:"bytes,6,opt,name=signal,proto3,oneof"`
+}
+
+type LogEntry_End struct {
+	End *LogEnd `protobuf:"bytes,7,opt,name=end,proto3,oneof"`
+}
+
+type LogEntry_File struct {
+	File *LogFile `protobuf:"bytes,8,opt,name=file,proto3,oneof"`
+}
+
+type LogEntry_Session struct {
+	Session *LogSession `protobuf:"bytes,9,opt,name=session,proto3,oneof"`
+}
+
+type LogEntry_Content struct {
+	Content *LogContent `protobuf:"bytes,10,opt,name=content,proto3,oneof"`
+}
+
+type LogEntry_Stop struct {
+	// The log's limit is reached, or the node's disk was full: nothing after this was logged.
+	Stop *LogStop `protobuf:"bytes,11,opt,name=stop,proto3,oneof"`
+}
+
+func (*LogEntry_Header) isLogEntry_Event() {}
+
+func (*LogEntry_Start) isLogEntry_Event() {}
+
+func (*LogEntry_Input) isLogEntry_Event() {}
+
+func (*LogEntry_Signal) isLogEntry_Event() {}
+
+func (*LogEntry_End) isLogEntry_Event() {}
+
+func (*LogEntry_File) isLogEntry_Event() {}
+
+func (*LogEntry_Session) isLogEntry_Event() {}
+
+func (*LogEntry_Content) isLogEntry_Event() {}
+
+func (*LogEntry_Stop) isLogEntry_Event() {}
+
+// LogHeader is the first entry.
+type LogHeader struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Of the format; 1.
+	Version   int32        `protobuf:"varint,1,opt,name=version,proto3" json:"version,omitempty"`
+	SandboxId string       `protobuf:"bytes,2,opt,name=sandbox_id,json=sandboxId,proto3" json:"sandbox_id,omitempty"`
+	Spec      *SandboxSpec `protobuf:"bytes,3,opt,name=spec,proto3" json:"spec,omitempty"`
+	// Digests of the resolved layers, lowest first.
+	Layers        []string `protobuf:"bytes,4,rep,name=layers,proto3" json:"layers,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *LogHeader) Reset() {
+	*x = LogHeader{}
+	mi := &file_harena_v1_exec_proto_msgTypes[32]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *LogHeader) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*LogHeader) ProtoMessage() {}
+
+func (x *LogHeader) ProtoReflect() protoreflect.Message {
+	mi := &file_harena_v1_exec_proto_msgTypes[32]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use LogHeader.ProtoReflect.Descriptor instead.
+func (*LogHeader) Descriptor() ([]byte, []int) {
+	return file_harena_v1_exec_proto_rawDescGZIP(), []int{32}
+}
+
+func (x *LogHeader) GetVersion() int32 {
+	if x != nil {
+		return x.Version
+	}
+	return 0
+}
+
+func (x *LogHeader) GetSandboxId() string {
+	if x != nil {
+		return x.SandboxId
+	}
+	return ""
+}
+
+func (x *LogHeader) GetSpec() *SandboxSpec {
+	if x != nil {
+		return x.Spec
+	}
+	return nil
+}
+
+func (x *LogHeader) GetLayers() []string {
+	if x != nil {
+		return x.Layers
+	}
+	return nil
+}
+
+// LogBytes stands for content: inline up to 4 KiB, else named by its SHA-256 and sent before in LogContent, if it was kept.
+type LogBytes struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	Size  int64                  `protobuf:"varint,1,opt,name=size,proto3" json:"size,omitempty"`
+	// Hexadecimal.
+	Sha256 string `protobuf:"bytes,2,opt,name=sha256,proto3" json:"sha256,omitempty"`
+	Inline []byte `protobuf:"bytes,3,opt,name=inline,proto3" json:"inline,omitempty"`
+	// It was too large, or the log too full, to be kept.
+	Dropped       bool `protobuf:"varint,4,opt,name=dropped,proto3" json:"dropped,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *LogBytes) Reset() {
+	*x = LogBytes{}
+	mi := &file_harena_v1_exec_proto_msgTypes[33]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *LogBytes) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*LogBytes) ProtoMessage() {}
+
+func (x *LogBytes) ProtoReflect() protoreflect.Message {
+	mi := &file_harena_v1_exec_proto_msgTypes[33]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use LogBytes.ProtoReflect.Descriptor instead.
+func (*LogBytes) Descriptor() ([]byte, []int) {
+	return file_harena_v1_exec_proto_rawDescGZIP(), []int{33}
+}
+
+func (x *LogBytes) GetSize() int64 {
+	if x != nil {
+		return x.Size
+	}
+	return 0
+}
+
+func (x *LogBytes) GetSha256() string {
+	if x != nil {
+		return x.Sha256
+	}
+	return ""
+}
+
+func (x *LogBytes) GetInline() []byte {
+	if x != nil {
+		return x.Inline
+	}
+	return nil
+}
+
+func (x *LogBytes) GetDropped() bool {
+	if x != nil {
+		return x.Dropped
+	}
+	return false
+}
+
+// LogStart is a command that was started. Its stdin is in input.
+type LogStart struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	CommandId     string                 `protobuf:"bytes,1,opt,name=command_id,json=commandId,proto3" json:"command_id,omitempty"`
+	Command       *Command               `protobuf:"bytes,2,opt,name=command,proto3" json:"command,omitempty"`
+	Input         *LogBytes              `protobuf:"bytes,3,opt,name=input,proto3" json:"input,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *LogStart) Reset() {
+	*x = LogStart{}
+	mi := &file_harena_v1_exec_proto_msgTypes[34]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *LogStart) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*LogStart) ProtoMessage() {}
+
+func (x *LogStart) ProtoReflect() protoreflect.Message {
+	mi := &file_harena_v1_exec_proto_msgTypes[34]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use LogStart.ProtoReflect.Descriptor instead.
+func (*LogStart) Descriptor() ([]byte, []int) {
+	return file_harena_v1_exec_proto_rawDescGZIP(), []int{34}
+}
+
+func (x *LogStart) GetCommandId() string {
+	if x != nil {
+		return x.CommandId
+	}
+	return ""
+}
+
+func (x *LogStart) GetCommand() *Command {
+	if x != nil {
+		return x.Command
+	}
+	return nil
+}
+
+func (x *LogStart) GetInput() *LogBytes {
+	if x != nil {
+		return x.Input
+	}
+	return nil
+}
+
+// LogInput is what SendInput gave to a command.
+type LogInput struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	CommandId     string                 `protobuf:"bytes,1,opt,name=command_id,json=commandId,proto3" json:"command_id,omitempty"`
+	Data          *LogBytes              `protobuf:"bytes,2,opt,name=data,proto3" json:"data,omitempty"`
+	Eof           bool                   `protobuf:"varint,3,opt,name=eof,proto3" json:"eof,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *LogInput) Reset() {
+	*x = LogInput{}
+	mi := &file_harena_v1_exec_proto_msgTypes[35]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *LogInput) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*LogInput) ProtoMessage() {}
+
+func (x *LogInput) ProtoReflect() protoreflect.Message {
+	mi := &file_harena_v1_exec_proto_msgTypes[35]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use LogInput.ProtoReflect.Descriptor instead.
+func (*LogInput) Descriptor() ([]byte, []int) {
+	return file_harena_v1_exec_proto_rawDescGZIP(), []int{35}
+}
+
+func (x *LogInput) GetCommandId() string {
+	if x != nil {
+		return x.CommandId
+	}
+	return ""
+}
+
+func (x *LogInput) GetData() *LogBytes {
+	if x != nil {
+		return x.Data
+	}
+	return nil
+}
+
+func (x *LogInput) GetEof() bool {
+	if x != nil {
+		return x.Eof
+	}
+	return false
+}
+
+type LogSignal struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	CommandId     string                 `protobuf:"bytes,1,opt,name=command_id,json=commandId,proto3" json:"command_id,omitempty"`
+	Signal        string                 `protobuf:"bytes,2,opt,name=signal,proto3" json:"signal,omitempty"`
+	Tree          bool                   `protobuf:"varint,3,opt,name=tree,proto3" json:"tree,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *LogSignal) Reset() {
+	*x = LogSignal{}
+	mi := &file_harena_v1_exec_proto_msgTypes[36]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *LogSignal) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*LogSignal) ProtoMessage() {}
+
+func (x *LogSignal) ProtoReflect() protoreflect.Message {
+	mi := &file_harena_v1_exec_proto_msgTypes[36]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use LogSignal.ProtoReflect.Descriptor instead.
+func (*LogSignal) Descriptor() ([]byte, []int) {
+	return file_harena_v1_exec_proto_rawDescGZIP(), []int{36}
+}
+
+func (x *LogSignal) GetCommandId() string {
+	if x != nil {
+		return x.CommandId
+	}
+	return ""
+}
+
+func (x *LogSignal) GetSignal() string {
+	if x != nil {
+		return x.Signal
+	}
+	return ""
+}
+
+func (x *LogSignal) GetTree() bool {
+	if x != nil {
+		return x.Tree
+	}
+	return false
+}
+
+// LogEnd is how a command ended. Digests are of what was recorded of a stream.
+type LogEnd struct {
+	state     protoimpl.MessageState `protogen:"open.v1"`
+	CommandId string                 `protobuf:"bytes,1,opt,name=command_id,json=commandId,proto3" json:"command_id,omitempty"`
+	Result    *Result                `protobuf:"bytes,2,opt,name=result,proto3" json:"result,omitempty"`
+	// Hexadecimal.
+	StdoutSha256 string `protobuf:"bytes,3,opt,name=stdout_sha256,json=stdoutSha256,proto3" json:"stdout_sha256,omitempty"`
+	StderrSha256 string `protobuf:"bytes,4,opt,name=stderr_sha256,json=stderrSha256,proto3" json:"stderr_sha256,omitempty"`
+	// How it ended is not known: the sandbox ended under it.
+	Lost          string `protobuf:"bytes,5,opt,name=lost,proto3" json:"lost,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *LogEnd) Reset() {
+	*x = LogEnd{}
+	mi := &file_harena_v1_exec_proto_msgTypes[37]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *LogEnd) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*LogEnd) ProtoMessage() {}
+
+func (x *LogEnd) ProtoReflect() protoreflect.Message {
+	mi := &file_harena_v1_exec_proto_msgTypes[37]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use LogEnd.ProtoReflect.Descriptor instead.
+func (*LogEnd) Descriptor() ([]byte, []int) {
+	return file_harena_v1_exec_proto_rawDescGZIP(), []int{37}
+}
+
+func (x *LogEnd) GetCommandId() string {
+	if x != nil {
+		return x.CommandId
+	}
+	return ""
+}
+
+func (x *LogEnd) GetResult() *Result {
+	if x != nil {
+		return x.Result
+	}
+	return nil
+}
+
+func (x *LogEnd) GetStdoutSha256() string {
+	if x != nil {
+		return x.StdoutSha256
+	}
+	return ""
+}
+
+func (x *LogEnd) GetStderrSha256() string {
+	if x != nil {
+		return x.StderrSha256
+	}
+	return ""
+}
+
+func (x *LogEnd) GetLost() string {
+	if x != nil {
+		return x.Lost
+	}
+	return ""
+}
+
+// LogFile is a file operation that succeeded, or was given up with its outcome unknown.
+type LogFile struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// write, unpack, move, remove, mkdir.
+	Operation string `protobuf:"bytes,1,opt,name=operation,proto3" json:"operation,omitempty"`
+	Path      []byte `protobuf:"bytes,2,opt,name=path,proto3" json:"path,omitempty"`
+	// Of move.
+	To        []byte    `protobuf:"bytes,3,opt,name=to,proto3" json:"to,omitempty"`
+	User      string    `protobuf:"bytes,4,opt,name=user,proto3" json:"user,omitempty"`
+	Mode      uint32    `protobuf:"varint,5,opt,name=mode,proto3" json:"mode,omitempty"`
+	Content   *LogBytes `protobuf:"bytes,6,opt,name=content,proto3" json:"content,omitempty"`
+	Recursive bool      `protobuf:"varint,7,opt,name=recursive,proto3" json:"recursive,omitempty"`
+	MissingOk bool      `protobuf:"varint,8,opt,name=missing_ok,json=missingOk,proto3" json:"missing_ok,omitempty"`
+	Parents   bool      `protobuf:"varint,9,opt,name=parents,proto3" json:"parents,omitempty"`
+	NoReplace bool      `protobuf:"varint,10,opt,name=no_replace,json=noReplace,proto3" json:"no_replace,omitempty"`
+	OpId      string    `protobuf:"bytes,11,opt,name=op_id,json=opId,proto3" json:"op_id,omitempty"`
+	// Whether it took effect is not known.
+	Unknown       bool `protobuf:"varint,12,opt,name=unknown,proto3" json:"unknown,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *LogFile) Reset() {
+	*x = LogFile{}
+	mi := &file_harena_v1_exec_proto_msgTypes[38]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *LogFile) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*LogFile) ProtoMessage() {}
+
+func (x *LogFile) ProtoReflect() protoreflect.Message {
+	mi := &file_harena_v1_exec_proto_msgTypes[38]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use LogFile.ProtoReflect.Descriptor instead.
+func (*LogFile) Descriptor() ([]byte, []int) {
+	return file_harena_v1_exec_proto_rawDescGZIP(), []int{38}
+}
+
+func (x *LogFile) GetOperation() string {
+	if x != nil {
+		return x.Operation
+	}
+	return ""
+}
+
+func (x *LogFile) GetPath() []byte {
+	if x != nil {
+		return x.Path
+	}
+	return nil
+}
+
+func (x *LogFile) GetTo() []byte {
+	if x != nil {
+		return x.To
+	}
+	return nil
+}
+
+func (x *LogFile) GetUser() string {
+	if x != nil {
+		return x.User
+	}
+	return ""
+}
+
+func (x *LogFile) GetMode() uint32 {
+	if x != nil {
+		return x.Mode
+	}
+	return 0
+}
+
+func (x *LogFile) GetContent() *LogBytes {
+	if x != nil {
+		return x.Content
+	}
+	return nil
+}
+
+func (x *LogFile) GetRecursive() bool {
+	if x != nil {
+		return x.Recursive
+	}
+	return false
+}
+
+func (x *LogFile) GetMissingOk() bool {
+	if x != nil {
+		return x.MissingOk
+	}
+	return false
+}
+
+func (x *LogFile) GetParents() bool {
+	if x != nil {
+		return x.Parents
+	}
+	return false
+}
+
+func (x *LogFile) GetNoReplace() bool {
+	if x != nil {
+		return x.NoReplace
+	}
+	return false
+}
+
+func (x *LogFile) GetOpId() string {
+	if x != nil {
+		return x.OpId
+	}
+	return ""
+}
+
+func (x *LogFile) GetUnknown() bool {
+	if x != nil {
+		return x.Unknown
+	}
+	return false
+}
+
+type LogSession struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	Name  string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
+	User  string                 `protobuf:"bytes,2,opt,name=user,proto3" json:"user,omitempty"`
+	// created, closed, ended.
+	Event         string `protobuf:"bytes,3,opt,name=event,proto3" json:"event,omitempty"`
+	Shell         string `protobuf:"bytes,4,opt,name=shell,proto3" json:"shell,omitempty"`
+	Reason        string `protobuf:"bytes,5,opt,name=reason,proto3" json:"reason,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *LogSession) Reset() {
+	*x = LogSession{}
+	mi := &file_harena_v1_exec_proto_msgTypes[39]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *LogSession) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*LogSession) ProtoMessage() {}
+
+func (x *LogSession) ProtoReflect() protoreflect.Message {
+	mi := &file_harena_v1_exec_proto_msgTypes[39]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use LogSession.ProtoReflect.Descriptor instead.
+func (*LogSession) Descriptor() ([]byte, []int) {
+	return file_harena_v1_exec_proto_rawDescGZIP(), []int{39}
+}
+
+func (x *LogSession) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *LogSession) GetUser() string {
+	if x != nil {
+		return x.User
+	}
+	return ""
+}
+
+func (x *LogSession) GetEvent() string {
+	if x != nil {
+		return x.Event
+	}
+	return ""
+}
+
+func (x *LogSession) GetShell() string {
+	if x != nil {
+		return x.Shell
+	}
+	return ""
+}
+
+func (x *LogSession) GetReason() string {
+	if x != nil {
+		return x.Reason
+	}
+	return ""
+}
+
+// LogContent is a part of some content; parts of one content follow each other.
+type LogContent struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Sha256        string                 `protobuf:"bytes,1,opt,name=sha256,proto3" json:"sha256,omitempty"`
+	Data          []byte                 `protobuf:"bytes,2,opt,name=data,proto3" json:"data,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *LogContent) Reset() {
+	*x = LogContent{}
+	mi := &file_harena_v1_exec_proto_msgTypes[40]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *LogContent) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*LogContent) ProtoMessage() {}
+
+func (x *LogContent) ProtoReflect() protoreflect.Message {
+	mi := &file_harena_v1_exec_proto_msgTypes[40]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use LogContent.ProtoReflect.Descriptor instead.
+func (*LogContent) Descriptor() ([]byte, []int) {
+	return file_harena_v1_exec_proto_rawDescGZIP(), []int{40}
+}
+
+func (x *LogContent) GetSha256() string {
+	if x != nil {
+		return x.Sha256
+	}
+	return ""
+}
+
+func (x *LogContent) GetData() []byte {
+	if x != nil {
+		return x.Data
+	}
+	return nil
+}
+
+type LogStop struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Reason        string                 `protobuf:"bytes,1,opt,name=reason,proto3" json:"reason,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *LogStop) Reset() {
+	*x = LogStop{}
+	mi := &file_harena_v1_exec_proto_msgTypes[41]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *LogStop) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*LogStop) ProtoMessage() {}
+
+func (x *LogStop) ProtoReflect() protoreflect.Message {
+	mi := &file_harena_v1_exec_proto_msgTypes[41]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use LogStop.ProtoReflect.Descriptor instead.
+func (*LogStop) Descriptor() ([]byte, []int) {
+	return file_harena_v1_exec_proto_rawDescGZIP(), []int{41}
+}
+
+func (x *LogStop) GetReason() string {
+	if x != nil {
+		return x.Reason
+	}
+	return ""
 }
 
 var File_harena_v1_exec_proto protoreflect.FileDescriptor
 
 const file_harena_v1_exec_proto_rawDesc = "" +
 	"\n" +
-	"\x14harena/v1/exec.proto\x12\tharena.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x16harena/v1/common.proto\"\xcb\x03\n" +
+	"\x14harena/v1/exec.proto\x12\tharena.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x16harena/v1/common.proto\x1a\x17harena/v1/sandbox.proto\"\xcb\x03\n" +
 	"\aCommand\x12\x12\n" +
 	"\x04argv\x18\x01 \x03(\tR\x04argv\x12\x14\n" +
 	"\x05shell\x18\x02 \x01(\tR\x05shell\x12\x12\n" +
@@ -2052,16 +3202,112 @@ const file_harena_v1_exec_proto_rawDesc = "" +
 	"\x04name\x18\x01 \x01(\tR\x04name\"4\n" +
 	"\x13ListSessionsRequest\x12\x1d\n" +
 	"\n" +
-	"sandbox_id\x18\x01 \x01(\tR\tsandboxId\",\n" +
+	"sandbox_id\x18\x01 \x01(\tR\tsandboxId\"\\\n" +
 	"\x14ListSessionsResponse\x12\x14\n" +
-	"\x05names\x18\x01 \x03(\tR\x05names\"g\n" +
+	"\x05names\x18\x01 \x03(\tR\x05names\x12.\n" +
+	"\bsessions\x18\x02 \x03(\v2\x12.harena.v1.SessionR\bsessions\"\xc4\x01\n" +
+	"\aSession\x12\x12\n" +
+	"\x04name\x18\x01 \x01(\tR\x04name\x12\x12\n" +
+	"\x04user\x18\x02 \x01(\tR\x04user\x12\x14\n" +
+	"\x05shell\x18\x03 \x01(\tR\x05shell\x12\x10\n" +
+	"\x03pid\x18\x04 \x01(\x03R\x03pid\x124\n" +
+	"\acreated\x18\x05 \x01(\v2\x1a.google.protobuf.TimestampR\acreated\x12\x1d\n" +
+	"\n" +
+	"command_id\x18\x06 \x01(\tR\tcommandId\x12\x14\n" +
+	"\x05ended\x18\a \x01(\tR\x05ended\"g\n" +
 	"\x13CloseSessionRequest\x12\x1d\n" +
 	"\n" +
 	"sandbox_id\x18\x01 \x01(\tR\tsandboxId\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x03 \x01(\tR\trequestId\"\x16\n" +
-	"\x14CloseSessionResponse2\xd2\x05\n" +
+	"\x14CloseSessionResponse\"v\n" +
+	"\n" +
+	"LogRequest\x12\x1d\n" +
+	"\n" +
+	"sandbox_id\x18\x01 \x01(\tR\tsandboxId\x12\x12\n" +
+	"\x04from\x18\x02 \x01(\x03R\x04from\x12\x16\n" +
+	"\x06follow\x18\x03 \x01(\bR\x06follow\x12\x1d\n" +
+	"\n" +
+	"no_content\x18\x04 \x01(\bR\tnoContent\"8\n" +
+	"\vLogResponse\x12)\n" +
+	"\x05entry\x18\x01 \x01(\v2\x13.harena.v1.LogEntryR\x05entry\"\xf6\x03\n" +
+	"\bLogEntry\x12\x16\n" +
+	"\x06number\x18\x01 \x01(\x03R\x06number\x12.\n" +
+	"\x04time\x18\x02 \x01(\v2\x1a.google.protobuf.TimestampR\x04time\x12.\n" +
+	"\x06header\x18\x03 \x01(\v2\x14.harena.v1.LogHeaderH\x00R\x06header\x12+\n" +
+	"\x05start\x18\x04 \x01(\v2\x13.harena.v1.LogStartH\x00R\x05start\x12+\n" +
+	"\x05input\x18\x05 \x01(\v2\x13.harena.v1.LogInputH\x00R\x05input\x12.\n" +
+	"\x06signal\x18\x06 \x01(\v2\x14.harena.v1.LogSignalH\x00R\x06signal\x12%\n" +
+	"\x03end\x18\a \x01(\v2\x11.harena.v1.LogEndH\x00R\x03end\x12(\n" +
+	"\x04file\x18\b \x01(\v2\x12.harena.v1.LogFileH\x00R\x04file\x121\n" +
+	"\asession\x18\t \x01(\v2\x15.harena.v1.LogSessionH\x00R\asession\x121\n" +
+	"\acontent\x18\n" +
+	" \x01(\v2\x15.harena.v1.LogContentH\x00R\acontent\x12(\n" +
+	"\x04stop\x18\v \x01(\v2\x12.harena.v1.LogStopH\x00R\x04stopB\a\n" +
+	"\x05event\"\x88\x01\n" +
+	"\tLogHeader\x12\x18\n" +
+	"\aversion\x18\x01 \x01(\x05R\aversion\x12\x1d\n" +
+	"\n" +
+	"sandbox_id\x18\x02 \x01(\tR\tsandboxId\x12*\n" +
+	"\x04spec\x18\x03 \x01(\v2\x16.harena.v1.SandboxSpecR\x04spec\x12\x16\n" +
+	"\x06layers\x18\x04 \x03(\tR\x06layers\"h\n" +
+	"\bLogBytes\x12\x12\n" +
+	"\x04size\x18\x01 \x01(\x03R\x04size\x12\x16\n" +
+	"\x06sha256\x18\x02 \x01(\tR\x06sha256\x12\x16\n" +
+	"\x06inline\x18\x03 \x01(\fR\x06inline\x12\x18\n" +
+	"\adropped\x18\x04 \x01(\bR\adropped\"\x82\x01\n" +
+	"\bLogStart\x12\x1d\n" +
+	"\n" +
+	"command_id\x18\x01 \x01(\tR\tcommandId\x12,\n" +
+	"\acommand\x18\x02 \x01(\v2\x12.harena.v1.CommandR\acommand\x12)\n" +
+	"\x05input\x18\x03 \x01(\v2\x13.harena.v1.LogBytesR\x05input\"d\n" +
+	"\bLogInput\x12\x1d\n" +
+	"\n" +
+	"command_id\x18\x01 \x01(\tR\tcommandId\x12'\n" +
+	"\x04data\x18\x02 \x01(\v2\x13.harena.v1.LogBytesR\x04data\x12\x10\n" +
+	"\x03eof\x18\x03 \x01(\bR\x03eof\"V\n" +
+	"\tLogSignal\x12\x1d\n" +
+	"\n" +
+	"command_id\x18\x01 \x01(\tR\tcommandId\x12\x16\n" +
+	"\x06signal\x18\x02 \x01(\tR\x06signal\x12\x12\n" +
+	"\x04tree\x18\x03 \x01(\bR\x04tree\"\xb0\x01\n" +
+	"\x06LogEnd\x12\x1d\n" +
+	"\n" +
+	"command_id\x18\x01 \x01(\tR\tcommandId\x12)\n" +
+	"\x06result\x18\x02 \x01(\v2\x11.harena.v1.ResultR\x06result\x12#\n" +
+	"\rstdout_sha256\x18\x03 \x01(\tR\fstdoutSha256\x12#\n" +
+	"\rstderr_sha256\x18\x04 \x01(\tR\fstderrSha256\x12\x12\n" +
+	"\x04lost\x18\x05 \x01(\tR\x04lost\"\xc7\x02\n" +
+	"\aLogFile\x12\x1c\n" +
+	"\toperation\x18\x01 \x01(\tR\toperation\x12\x12\n" +
+	"\x04path\x18\x02 \x01(\fR\x04path\x12\x0e\n" +
+	"\x02to\x18\x03 \x01(\fR\x02to\x12\x12\n" +
+	"\x04user\x18\x04 \x01(\tR\x04user\x12\x12\n" +
+	"\x04mode\x18\x05 \x01(\rR\x04mode\x12-\n" +
+	"\acontent\x18\x06 \x01(\v2\x13.harena.v1.LogBytesR\acontent\x12\x1c\n" +
+	"\trecursive\x18\a \x01(\bR\trecursive\x12\x1d\n" +
+	"\n" +
+	"missing_ok\x18\b \x01(\bR\tmissingOk\x12\x18\n" +
+	"\aparents\x18\t \x01(\bR\aparents\x12\x1d\n" +
+	"\n" +
+	"no_replace\x18\n" +
+	" \x01(\bR\tnoReplace\x12\x13\n" +
+	"\x05op_id\x18\v \x01(\tR\x04opId\x12\x18\n" +
+	"\aunknown\x18\f \x01(\bR\aunknown\"x\n" +
+	"\n" +
+	"LogSession\x12\x12\n" +
+	"\x04name\x18\x01 \x01(\tR\x04name\x12\x12\n" +
+	"\x04user\x18\x02 \x01(\tR\x04user\x12\x14\n" +
+	"\x05event\x18\x03 \x01(\tR\x05event\x12\x14\n" +
+	"\x05shell\x18\x04 \x01(\tR\x05shell\x12\x16\n" +
+	"\x06reason\x18\x05 \x01(\tR\x06reason\"8\n" +
+	"\n" +
+	"LogContent\x12\x16\n" +
+	"\x06sha256\x18\x01 \x01(\tR\x06sha256\x12\x12\n" +
+	"\x04data\x18\x02 \x01(\fR\x04data\"!\n" +
+	"\aLogStop\x12\x16\n" +
+	"\x06reason\x18\x01 \x01(\tR\x06reason2\x8a\x06\n" +
 	"\vExecService\x126\n" +
 	"\x03Run\x12\x15.harena.v1.RunRequest\x1a\x16.harena.v1.RunResponse0\x01\x12:\n" +
 	"\x05Start\x12\x17.harena.v1.StartRequest\x1a\x18.harena.v1.StartResponse\x12B\n" +
@@ -2072,7 +3318,8 @@ const file_harena_v1_exec_proto_rawDesc = "" +
 	"\fListCommands\x12\x1e.harena.v1.ListCommandsRequest\x1a\x1f.harena.v1.ListCommandsResponse\x12R\n" +
 	"\rCreateSession\x12\x1f.harena.v1.CreateSessionRequest\x1a .harena.v1.CreateSessionResponse\x12O\n" +
 	"\fListSessions\x12\x1e.harena.v1.ListSessionsRequest\x1a\x1f.harena.v1.ListSessionsResponse\x12O\n" +
-	"\fCloseSession\x12\x1e.harena.v1.CloseSessionRequest\x1a\x1f.harena.v1.CloseSessionResponseB5Z3github.com/harena-dev/harena/api/harena/v1;harenav1b\x06proto3"
+	"\fCloseSession\x12\x1e.harena.v1.CloseSessionRequest\x1a\x1f.harena.v1.CloseSessionResponse\x126\n" +
+	"\x03Log\x12\x15.harena.v1.LogRequest\x1a\x16.harena.v1.LogResponse0\x01B5Z3github.com/harena-dev/harena/api/harena/v1;harenav1b\x06proto3"
 
 var (
 	file_harena_v1_exec_proto_rawDescOnce sync.Once
@@ -2086,7 +3333,7 @@ func file_harena_v1_exec_proto_rawDescGZIP() []byte {
 	return file_harena_v1_exec_proto_rawDescData
 }
 
-var file_harena_v1_exec_proto_msgTypes = make([]protoimpl.MessageInfo, 29)
+var file_harena_v1_exec_proto_msgTypes = make([]protoimpl.MessageInfo, 43)
 var file_harena_v1_exec_proto_goTypes = []any{
 	(*Command)(nil),               // 0: harena.v1.Command
 	(*Pty)(nil),                   // 1: harena.v1.Pty
@@ -2114,22 +3361,37 @@ var file_harena_v1_exec_proto_goTypes = []any{
 	(*CreateSessionResponse)(nil), // 23: harena.v1.CreateSessionResponse
 	(*ListSessionsRequest)(nil),   // 24: harena.v1.ListSessionsRequest
 	(*ListSessionsResponse)(nil),  // 25: harena.v1.ListSessionsResponse
-	(*CloseSessionRequest)(nil),   // 26: harena.v1.CloseSessionRequest
-	(*CloseSessionResponse)(nil),  // 27: harena.v1.CloseSessionResponse
-	nil,                           // 28: harena.v1.Command.EnvEntry
-	(*durationpb.Duration)(nil),   // 29: google.protobuf.Duration
-	(*Timing)(nil),                // 30: harena.v1.Timing
-	(*timestamppb.Timestamp)(nil), // 31: google.protobuf.Timestamp
+	(*Session)(nil),               // 26: harena.v1.Session
+	(*CloseSessionRequest)(nil),   // 27: harena.v1.CloseSessionRequest
+	(*CloseSessionResponse)(nil),  // 28: harena.v1.CloseSessionResponse
+	(*LogRequest)(nil),            // 29: harena.v1.LogRequest
+	(*LogResponse)(nil),           // 30: harena.v1.LogResponse
+	(*LogEntry)(nil),              // 31: harena.v1.LogEntry
+	(*LogHeader)(nil),             // 32: harena.v1.LogHeader
+	(*LogBytes)(nil),              // 33: harena.v1.LogBytes
+	(*LogStart)(nil),              // 34: harena.v1.LogStart
+	(*LogInput)(nil),              // 35: harena.v1.LogInput
+	(*LogSignal)(nil),             // 36: harena.v1.LogSignal
+	(*LogEnd)(nil),                // 37: harena.v1.LogEnd
+	(*LogFile)(nil),               // 38: harena.v1.LogFile
+	(*LogSession)(nil),            // 39: harena.v1.LogSession
+	(*LogContent)(nil),            // 40: harena.v1.LogContent
+	(*LogStop)(nil),               // 41: harena.v1.LogStop
+	nil,                           // 42: harena.v1.Command.EnvEntry
+	(*durationpb.Duration)(nil),   // 43: google.protobuf.Duration
+	(*Timing)(nil),                // 44: harena.v1.Timing
+	(*timestamppb.Timestamp)(nil), // 45: google.protobuf.Timestamp
+	(*SandboxSpec)(nil),           // 46: harena.v1.SandboxSpec
 }
 var file_harena_v1_exec_proto_depIdxs = []int32{
-	28, // 0: harena.v1.Command.env:type_name -> harena.v1.Command.EnvEntry
-	29, // 1: harena.v1.Command.timeout:type_name -> google.protobuf.Duration
+	42, // 0: harena.v1.Command.env:type_name -> harena.v1.Command.EnvEntry
+	43, // 1: harena.v1.Command.timeout:type_name -> google.protobuf.Duration
 	1,  // 2: harena.v1.Command.pty:type_name -> harena.v1.Pty
 	4,  // 3: harena.v1.Result.stdout:type_name -> harena.v1.StreamRecord
 	4,  // 4: harena.v1.Result.stderr:type_name -> harena.v1.StreamRecord
-	29, // 5: harena.v1.Result.duration:type_name -> google.protobuf.Duration
-	29, // 6: harena.v1.Result.cpu_time:type_name -> google.protobuf.Duration
-	30, // 7: harena.v1.Result.timings:type_name -> harena.v1.Timing
+	43, // 5: harena.v1.Result.duration:type_name -> google.protobuf.Duration
+	43, // 6: harena.v1.Result.cpu_time:type_name -> google.protobuf.Duration
+	44, // 7: harena.v1.Result.timings:type_name -> harena.v1.Timing
 	2,  // 8: harena.v1.Output.started:type_name -> harena.v1.Started
 	3,  // 9: harena.v1.Output.result:type_name -> harena.v1.Result
 	6,  // 10: harena.v1.Output.gap:type_name -> harena.v1.Gap
@@ -2138,34 +3400,55 @@ var file_harena_v1_exec_proto_depIdxs = []int32{
 	0,  // 13: harena.v1.StartRequest.command:type_name -> harena.v1.Command
 	2,  // 14: harena.v1.StartResponse.started:type_name -> harena.v1.Started
 	5,  // 15: harena.v1.ConnectResponse.output:type_name -> harena.v1.Output
-	31, // 16: harena.v1.CommandInfo.started:type_name -> google.protobuf.Timestamp
+	45, // 16: harena.v1.CommandInfo.started:type_name -> google.protobuf.Timestamp
 	3,  // 17: harena.v1.CommandInfo.result:type_name -> harena.v1.Result
 	19, // 18: harena.v1.ListCommandsResponse.commands:type_name -> harena.v1.CommandInfo
-	7,  // 19: harena.v1.ExecService.Run:input_type -> harena.v1.RunRequest
-	9,  // 20: harena.v1.ExecService.Start:input_type -> harena.v1.StartRequest
-	11, // 21: harena.v1.ExecService.Connect:input_type -> harena.v1.ConnectRequest
-	13, // 22: harena.v1.ExecService.SendInput:input_type -> harena.v1.SendInputRequest
-	15, // 23: harena.v1.ExecService.Resize:input_type -> harena.v1.ResizeRequest
-	17, // 24: harena.v1.ExecService.Signal:input_type -> harena.v1.SignalRequest
-	20, // 25: harena.v1.ExecService.ListCommands:input_type -> harena.v1.ListCommandsRequest
-	22, // 26: harena.v1.ExecService.CreateSession:input_type -> harena.v1.CreateSessionRequest
-	24, // 27: harena.v1.ExecService.ListSessions:input_type -> harena.v1.ListSessionsRequest
-	26, // 28: harena.v1.ExecService.CloseSession:input_type -> harena.v1.CloseSessionRequest
-	8,  // 29: harena.v1.ExecService.Run:output_type -> harena.v1.RunResponse
-	10, // 30: harena.v1.ExecService.Start:output_type -> harena.v1.StartResponse
-	12, // 31: harena.v1.ExecService.Connect:output_type -> harena.v1.ConnectResponse
-	14, // 32: harena.v1.ExecService.SendInput:output_type -> harena.v1.SendInputResponse
-	16, // 33: harena.v1.ExecService.Resize:output_type -> harena.v1.ResizeResponse
-	18, // 34: harena.v1.ExecService.Signal:output_type -> harena.v1.SignalResponse
-	21, // 35: harena.v1.ExecService.ListCommands:output_type -> harena.v1.ListCommandsResponse
-	23, // 36: harena.v1.ExecService.CreateSession:output_type -> harena.v1.CreateSessionResponse
-	25, // 37: harena.v1.ExecService.ListSessions:output_type -> harena.v1.ListSessionsResponse
-	27, // 38: harena.v1.ExecService.CloseSession:output_type -> harena.v1.CloseSessionResponse
-	29, // [29:39] is the sub-list for method output_type
-	19, // [19:29] is the sub-list for method input_type
-	19, // [19:19] is the sub-list for extension type_name
-	19, // [19:19] is the sub-list for extension extendee
-	0,  // [0:19] is the sub-list for field type_name
+	26, // 19: harena.v1.ListSessionsResponse.sessions:type_name -> harena.v1.Session
+	45, // 20: harena.v1.Session.created:type_name -> google.protobuf.Timestamp
+	31, // 21: harena.v1.LogResponse.entry:type_name -> harena.v1.LogEntry
+	45, // 22: harena.v1.LogEntry.time:type_name -> google.protobuf.Timestamp
+	32, // 23: harena.v1.LogEntry.header:type_name -> harena.v1.LogHeader
+	34, // 24: harena.v1.LogEntry.start:type_name -> harena.v1.LogStart
+	35, // 25: harena.v1.LogEntry.input:type_name -> harena.v1.LogInput
+	36, // 26: harena.v1.LogEntry.signal:type_name -> harena.v1.LogSignal
+	37, // 27: harena.v1.LogEntry.end:type_name -> harena.v1.LogEnd
+	38, // 28: harena.v1.LogEntry.file:type_name -> harena.v1.LogFile
+	39, // 29: harena.v1.LogEntry.session:type_name -> harena.v1.LogSession
+	40, // 30: harena.v1.LogEntry.content:type_name -> harena.v1.LogContent
+	41, // 31: harena.v1.LogEntry.stop:type_name -> harena.v1.LogStop
+	46, // 32: harena.v1.LogHeader.spec:type_name -> harena.v1.SandboxSpec
+	0,  // 33: harena.v1.LogStart.command:type_name -> harena.v1.Command
+	33, // 34: harena.v1.LogStart.input:type_name -> harena.v1.LogBytes
+	33, // 35: harena.v1.LogInput.data:type_name -> harena.v1.LogBytes
+	3,  // 36: harena.v1.LogEnd.result:type_name -> harena.v1.Result
+	33, // 37: harena.v1.LogFile.content:type_name -> harena.v1.LogBytes
+	7,  // 38: harena.v1.ExecService.Run:input_type -> harena.v1.RunRequest
+	9,  // 39: harena.v1.ExecService.Start:input_type -> harena.v1.StartRequest
+	11, // 40: harena.v1.ExecService.Connect:input_type -> harena.v1.ConnectRequest
+	13, // 41: harena.v1.ExecService.SendInput:input_type -> harena.v1.SendInputRequest
+	15, // 42: harena.v1.ExecService.Resize:input_type -> harena.v1.ResizeRequest
+	17, // 43: harena.v1.ExecService.Signal:input_type -> harena.v1.SignalRequest
+	20, // 44: harena.v1.ExecService.ListCommands:input_type -> harena.v1.ListCommandsRequest
+	22, // 45: harena.v1.ExecService.CreateSession:input_type -> harena.v1.CreateSessionRequest
+	24, // 46: harena.v1.ExecService.ListSessions:input_type -> harena.v1.ListSessionsRequest
+	27, // 47: harena.v1.ExecService.CloseSession:input_type -> harena.v1.CloseSessionRequest
+	29, // 48: harena.v1.ExecService.Log:input_type -> harena.v1.LogRequest
+	8,  // 49: harena.v1.ExecService.Run:output_type -> harena.v1.RunResponse
+	10, // 50: harena.v1.ExecService.Start:output_type -> harena.v1.StartResponse
+	12, // 51: harena.v1.ExecService.Connect:output_type -> harena.v1.ConnectResponse
+	14, // 52: harena.v1.ExecService.SendInput:output_type -> harena.v1.SendInputResponse
+	16, // 53: harena.v1.ExecService.Resize:output_type -> harena.v1.ResizeResponse
+	18, // 54: harena.v1.ExecService.Signal:output_type -> harena.v1.SignalResponse
+	21, // 55: harena.v1.ExecService.ListCommands:output_type -> harena.v1.ListCommandsResponse
+	23, // 56: harena.v1.ExecService.CreateSession:output_type -> harena.v1.CreateSessionResponse
+	25, // 57: harena.v1.ExecService.ListSessions:output_type -> harena.v1.ListSessionsResponse
+	28, // 58: harena.v1.ExecService.CloseSession:output_type -> harena.v1.CloseSessionResponse
+	30, // 59: harena.v1.ExecService.Log:output_type -> harena.v1.LogResponse
+	49, // [49:60] is the sub-list for method output_type
+	38, // [38:49] is the sub-list for method input_type
+	38, // [38:38] is the sub-list for extension type_name
+	38, // [38:38] is the sub-list for extension extendee
+	0,  // [0:38] is the sub-list for field type_name
 }
 
 func init() { file_harena_v1_exec_proto_init() }
@@ -2174,6 +3457,7 @@ func file_harena_v1_exec_proto_init() {
 		return
 	}
 	file_harena_v1_common_proto_init()
+	file_harena_v1_sandbox_proto_init()
 	file_harena_v1_exec_proto_msgTypes[5].OneofWrappers = []any{
 		(*Output_Started)(nil),
 		(*Output_Stdout)(nil),
@@ -2183,13 +3467,24 @@ func file_harena_v1_exec_proto_init() {
 		(*Output_Gap)(nil),
 	}
 	file_harena_v1_exec_proto_msgTypes[13].OneofWrappers = []any{}
+	file_harena_v1_exec_proto_msgTypes[31].OneofWrappers = []any{
+		(*LogEntry_Header)(nil),
+		(*LogEntry_Start)(nil),
+		(*LogEntry_Input)(nil),
+		(*LogEntry_Signal)(nil),
+		(*LogEntry_End)(nil),
+		(*LogEntry_File)(nil),
+		(*LogEntry_Session)(nil),
+		(*LogEntry_Content)(nil),
+		(*LogEntry_Stop)(nil),
+	}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_harena_v1_exec_proto_rawDesc), len(file_harena_v1_exec_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   29,
+			NumMessages:   43,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

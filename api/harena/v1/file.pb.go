@@ -301,8 +301,9 @@ type WriteRequest struct {
 	User      string                 `protobuf:"bytes,4,opt,name=user,proto3" json:"user,omitempty"`
 	Content   []byte                 `protobuf:"bytes,5,opt,name=content,proto3" json:"content,omitempty"`
 	// Permission bits; 0: those of the file it replaces, else 0644.
-	Mode          uint32 `protobuf:"varint,6,opt,name=mode,proto3" json:"mode,omitempty"`
-	RequestId     string `protobuf:"bytes,7,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
+	Mode      uint32 `protobuf:"varint,6,opt,name=mode,proto3" json:"mode,omitempty"`
+	RequestId string `protobuf:"bytes,7,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
+	// A retry with the same op_id returns the first result and does nothing again. ≤ 128 printable ASCII characters.
 	OpId          string `protobuf:"bytes,8,opt,name=op_id,json=opId,proto3" json:"op_id,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -707,8 +708,10 @@ type MoveRequest struct {
 	ToBytes   []byte                 `protobuf:"bytes,5,opt,name=to_bytes,json=toBytes,proto3" json:"to_bytes,omitempty"`
 	User      string                 `protobuf:"bytes,6,opt,name=user,proto3" json:"user,omitempty"`
 	// Fail if the destination exists.
-	NoReplace     bool   `protobuf:"varint,7,opt,name=no_replace,json=noReplace,proto3" json:"no_replace,omitempty"`
-	RequestId     string `protobuf:"bytes,8,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
+	NoReplace bool   `protobuf:"varint,7,opt,name=no_replace,json=noReplace,proto3" json:"no_replace,omitempty"`
+	RequestId string `protobuf:"bytes,8,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
+	// As in WriteRequest.
+	OpId          string `protobuf:"bytes,9,opt,name=op_id,json=opId,proto3" json:"op_id,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -799,6 +802,13 @@ func (x *MoveRequest) GetRequestId() string {
 	return ""
 }
 
+func (x *MoveRequest) GetOpId() string {
+	if x != nil {
+		return x.OpId
+	}
+	return ""
+}
+
 type MoveResponse struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Info          *FileInfo              `protobuf:"bytes,1,opt,name=info,proto3" json:"info,omitempty"`
@@ -852,8 +862,10 @@ type RemoveRequest struct {
 	// Directories with what is in them.
 	Recursive bool `protobuf:"varint,5,opt,name=recursive,proto3" json:"recursive,omitempty"`
 	// Succeed when nothing is there.
-	MissingOk     bool   `protobuf:"varint,6,opt,name=missing_ok,json=missingOk,proto3" json:"missing_ok,omitempty"`
-	RequestId     string `protobuf:"bytes,7,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
+	MissingOk bool   `protobuf:"varint,6,opt,name=missing_ok,json=missingOk,proto3" json:"missing_ok,omitempty"`
+	RequestId string `protobuf:"bytes,7,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
+	// As in WriteRequest.
+	OpId          string `protobuf:"bytes,8,opt,name=op_id,json=opId,proto3" json:"op_id,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -937,6 +949,13 @@ func (x *RemoveRequest) GetRequestId() string {
 	return ""
 }
 
+func (x *RemoveRequest) GetOpId() string {
+	if x != nil {
+		return x.OpId
+	}
+	return ""
+}
+
 type RemoveResponse struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	unknownFields protoimpl.UnknownFields
@@ -982,8 +1001,10 @@ type MakeDirRequest struct {
 	// 0: 0755.
 	Mode uint32 `protobuf:"varint,5,opt,name=mode,proto3" json:"mode,omitempty"`
 	// Create missing parents, and succeed when the directory exists.
-	Parents       bool   `protobuf:"varint,6,opt,name=parents,proto3" json:"parents,omitempty"`
-	RequestId     string `protobuf:"bytes,7,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
+	Parents   bool   `protobuf:"varint,6,opt,name=parents,proto3" json:"parents,omitempty"`
+	RequestId string `protobuf:"bytes,7,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
+	// As in WriteRequest.
+	OpId          string `protobuf:"bytes,8,opt,name=op_id,json=opId,proto3" json:"op_id,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1063,6 +1084,13 @@ func (x *MakeDirRequest) GetParents() bool {
 func (x *MakeDirRequest) GetRequestId() string {
 	if x != nil {
 		return x.RequestId
+	}
+	return ""
+}
+
+func (x *MakeDirRequest) GetOpId() string {
+	if x != nil {
+		return x.OpId
 	}
 	return ""
 }
@@ -1189,11 +1217,16 @@ func (x *WatchFilesRequest) GetRecursive() bool {
 
 type WatchFilesResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// created, modified, removed, moved, attributes, overflow.
-	Kind          string                 `protobuf:"bytes,1,opt,name=kind,proto3" json:"kind,omitempty"`
-	Path          string                 `protobuf:"bytes,2,opt,name=path,proto3" json:"path,omitempty"`
-	PathBytes     []byte                 `protobuf:"bytes,3,opt,name=path_bytes,json=pathBytes,proto3" json:"path_bytes,omitempty"`
-	Time          *timestamppb.Timestamp `protobuf:"bytes,4,opt,name=time,proto3" json:"time,omitempty"`
+	// ready (the first: the watch is in place), created, modified, removed, moved,
+	// attributes, overflow (events were lost: look at the tree again).
+	Kind      string                 `protobuf:"bytes,1,opt,name=kind,proto3" json:"kind,omitempty"`
+	Path      string                 `protobuf:"bytes,2,opt,name=path,proto3" json:"path,omitempty"`
+	PathBytes []byte                 `protobuf:"bytes,3,opt,name=path_bytes,json=pathBytes,proto3" json:"path_bytes,omitempty"`
+	Time      *timestamppb.Timestamp `protobuf:"bytes,4,opt,name=time,proto3" json:"time,omitempty"`
+	// Of moved: where it was.
+	From          string `protobuf:"bytes,5,opt,name=from,proto3" json:"from,omitempty"`
+	FromBytes     []byte `protobuf:"bytes,6,opt,name=from_bytes,json=fromBytes,proto3" json:"from_bytes,omitempty"`
+	Directory     bool   `protobuf:"varint,7,opt,name=directory,proto3" json:"directory,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1254,6 +1287,27 @@ func (x *WatchFilesResponse) GetTime() *timestamppb.Timestamp {
 		return x.Time
 	}
 	return nil
+}
+
+func (x *WatchFilesResponse) GetFrom() string {
+	if x != nil {
+		return x.From
+	}
+	return ""
+}
+
+func (x *WatchFilesResponse) GetFromBytes() []byte {
+	if x != nil {
+		return x.FromBytes
+	}
+	return nil
+}
+
+func (x *WatchFilesResponse) GetDirectory() bool {
+	if x != nil {
+		return x.Directory
+	}
+	return false
 }
 
 var File_harena_v1_file_proto protoreflect.FileDescriptor
@@ -1325,7 +1379,7 @@ const file_harena_v1_file_proto_rawDesc = "" +
 	"\x05limit\x18\x06 \x01(\x05R\x05limit\"`\n" +
 	"\x11ListFilesResponse\x12-\n" +
 	"\aentries\x18\x01 \x03(\v2\x13.harena.v1.FileInfoR\aentries\x12\x1c\n" +
-	"\ttruncated\x18\x02 \x01(\bR\ttruncated\"\xdc\x01\n" +
+	"\ttruncated\x18\x02 \x01(\bR\ttruncated\"\xf1\x01\n" +
 	"\vMoveRequest\x12\x1d\n" +
 	"\n" +
 	"sandbox_id\x18\x01 \x01(\tR\tsandboxId\x12\x12\n" +
@@ -1338,9 +1392,10 @@ const file_harena_v1_file_proto_rawDesc = "" +
 	"\n" +
 	"no_replace\x18\a \x01(\bR\tnoReplace\x12\x1d\n" +
 	"\n" +
-	"request_id\x18\b \x01(\tR\trequestId\"7\n" +
+	"request_id\x18\b \x01(\tR\trequestId\x12\x13\n" +
+	"\x05op_id\x18\t \x01(\tR\x04opId\"7\n" +
 	"\fMoveResponse\x12'\n" +
-	"\x04info\x18\x01 \x01(\v2\x13.harena.v1.FileInfoR\x04info\"\xd1\x01\n" +
+	"\x04info\x18\x01 \x01(\v2\x13.harena.v1.FileInfoR\x04info\"\xe6\x01\n" +
 	"\rRemoveRequest\x12\x1d\n" +
 	"\n" +
 	"sandbox_id\x18\x01 \x01(\tR\tsandboxId\x12\x12\n" +
@@ -1352,8 +1407,9 @@ const file_harena_v1_file_proto_rawDesc = "" +
 	"\n" +
 	"missing_ok\x18\x06 \x01(\bR\tmissingOk\x12\x1d\n" +
 	"\n" +
-	"request_id\x18\a \x01(\tR\trequestId\"\x10\n" +
-	"\x0eRemoveResponse\"\xc3\x01\n" +
+	"request_id\x18\a \x01(\tR\trequestId\x12\x13\n" +
+	"\x05op_id\x18\b \x01(\tR\x04opId\"\x10\n" +
+	"\x0eRemoveResponse\"\xd8\x01\n" +
 	"\x0eMakeDirRequest\x12\x1d\n" +
 	"\n" +
 	"sandbox_id\x18\x01 \x01(\tR\tsandboxId\x12\x12\n" +
@@ -1364,7 +1420,8 @@ const file_harena_v1_file_proto_rawDesc = "" +
 	"\x04mode\x18\x05 \x01(\rR\x04mode\x12\x18\n" +
 	"\aparents\x18\x06 \x01(\bR\aparents\x12\x1d\n" +
 	"\n" +
-	"request_id\x18\a \x01(\tR\trequestId\":\n" +
+	"request_id\x18\a \x01(\tR\trequestId\x12\x13\n" +
+	"\x05op_id\x18\b \x01(\tR\x04opId\":\n" +
 	"\x0fMakeDirResponse\x12'\n" +
 	"\x04info\x18\x01 \x01(\v2\x13.harena.v1.FileInfoR\x04info\"\x97\x01\n" +
 	"\x11WatchFilesRequest\x12\x1d\n" +
@@ -1374,13 +1431,17 @@ const file_harena_v1_file_proto_rawDesc = "" +
 	"\n" +
 	"path_bytes\x18\x03 \x01(\fR\tpathBytes\x12\x12\n" +
 	"\x04user\x18\x04 \x01(\tR\x04user\x12\x1c\n" +
-	"\trecursive\x18\x05 \x01(\bR\trecursive\"\x8b\x01\n" +
+	"\trecursive\x18\x05 \x01(\bR\trecursive\"\xdc\x01\n" +
 	"\x12WatchFilesResponse\x12\x12\n" +
 	"\x04kind\x18\x01 \x01(\tR\x04kind\x12\x12\n" +
 	"\x04path\x18\x02 \x01(\tR\x04path\x12\x1d\n" +
 	"\n" +
 	"path_bytes\x18\x03 \x01(\fR\tpathBytes\x12.\n" +
-	"\x04time\x18\x04 \x01(\v2\x1a.google.protobuf.TimestampR\x04time2\x80\x04\n" +
+	"\x04time\x18\x04 \x01(\v2\x1a.google.protobuf.TimestampR\x04time\x12\x12\n" +
+	"\x04from\x18\x05 \x01(\tR\x04from\x12\x1d\n" +
+	"\n" +
+	"from_bytes\x18\x06 \x01(\fR\tfromBytes\x12\x1c\n" +
+	"\tdirectory\x18\a \x01(\bR\tdirectory2\x80\x04\n" +
 	"\vFileService\x127\n" +
 	"\x04Read\x12\x16.harena.v1.ReadRequest\x1a\x17.harena.v1.ReadResponse\x12:\n" +
 	"\x05Write\x12\x17.harena.v1.WriteRequest\x1a\x18.harena.v1.WriteResponse\x127\n" +

@@ -263,13 +263,13 @@ func (x *Limits) GetGpus() float64 {
 
 type Lifetime struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Stop this long after creation; absent: never.
+	// Stop this long after creation; absent: never. Time that it is paused counts.
 	Ttl *durationpb.Duration `protobuf:"bytes,1,opt,name=ttl,proto3" json:"ttl,omitempty"`
-	// Idle time-out; absent: 30 minutes; zero: never.
+	// Idle time-out; absent: 30 minutes; zero: never. The clock rests while it is paused and starts anew when it is resumed.
 	Idle *durationpb.Duration `protobuf:"bytes,2,opt,name=idle,proto3" json:"idle,omitempty"`
 	// stop (default) or pause.
 	OnIdle string `protobuf:"bytes,3,opt,name=on_idle,json=onIdle,proto3" json:"on_idle,omitempty"`
-	// Stop unless SetLifetime renews within this time; absent: no lease.
+	// Stop unless SetLifetime renews within this time; absent: no lease. Time that it is paused counts.
 	Lease         *durationpb.Duration `protobuf:"bytes,4,opt,name=lease,proto3" json:"lease,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -685,7 +685,10 @@ type Sandbox struct {
 	// One sentence for people when state is failed.
 	Message string `protobuf:"bytes,16,opt,name=message,proto3" json:"message,omitempty"`
 	// Processes that the kernel killed for want of memory.
-	OomKills      int64 `protobuf:"varint,17,opt,name=oom_kills,json=oomKills,proto3" json:"oom_kills,omitempty"`
+	OomKills int64 `protobuf:"varint,17,opt,name=oom_kills,json=oomKills,proto3" json:"oom_kills,omitempty"`
+	// Since when it is paused, and what that gave back; absent while it runs.
+	Paused        *timestamppb.Timestamp `protobuf:"bytes,18,opt,name=paused,proto3" json:"paused,omitempty"`
+	Pause         *PauseReport           `protobuf:"bytes,19,opt,name=pause,proto3" json:"pause,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -837,6 +840,20 @@ func (x *Sandbox) GetOomKills() int64 {
 		return x.OomKills
 	}
 	return 0
+}
+
+func (x *Sandbox) GetPaused() *timestamppb.Timestamp {
+	if x != nil {
+		return x.Paused
+	}
+	return nil
+}
+
+func (x *Sandbox) GetPause() *PauseReport {
+	if x != nil {
+		return x.Pause
+	}
+	return nil
 }
 
 type LayerRef struct {
@@ -2664,7 +2681,7 @@ const file_harena_v1_sandbox_proto_rawDesc = "" +
 	"\x05rules\x18\x01 \x03(\v2\x14.harena.v1.GuardRuleR\x05rules\"3\n" +
 	"\tGuardRule\x12\x12\n" +
 	"\x04path\x18\x01 \x01(\tR\x04path\x12\x12\n" +
-	"\x04deny\x18\x02 \x03(\tR\x04deny\"\xd6\x04\n" +
+	"\x04deny\x18\x02 \x03(\tR\x04deny\"\xb8\x05\n" +
 	"\aSandbox\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x14\n" +
 	"\x05state\x18\x02 \x01(\tR\x05state\x12\x16\n" +
@@ -2683,7 +2700,9 @@ const file_harena_v1_sandbox_proto_rawDesc = "" +
 	"\x04edge\x18\x0e \x01(\tR\x04edge\x12\x16\n" +
 	"\x06origin\x18\x0f \x01(\tR\x06origin\x12\x18\n" +
 	"\amessage\x18\x10 \x01(\tR\amessage\x12\x1b\n" +
-	"\toom_kills\x18\x11 \x01(\x03R\boomKills\x1a9\n" +
+	"\toom_kills\x18\x11 \x01(\x03R\boomKills\x122\n" +
+	"\x06paused\x18\x12 \x01(\v2\x1a.google.protobuf.TimestampR\x06paused\x12,\n" +
+	"\x05pause\x18\x13 \x01(\v2\x16.harena.v1.PauseReportR\x05pause\x1a9\n" +
 	"\vLabelsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"J\n" +
@@ -2901,11 +2920,12 @@ var file_harena_v1_sandbox_proto_goTypes = []any{
 	nil,                           // 42: harena.v1.ForkRequest.LabelsEntry
 	(*durationpb.Duration)(nil),   // 43: google.protobuf.Duration
 	(*timestamppb.Timestamp)(nil), // 44: google.protobuf.Timestamp
-	(*Timing)(nil),                // 45: harena.v1.Timing
-	(*ErrorDetail)(nil),           // 46: harena.v1.ErrorDetail
-	(*Page)(nil),                  // 47: harena.v1.Page
-	(*Selector)(nil),              // 48: harena.v1.Selector
-	(*Outcome)(nil),               // 49: harena.v1.Outcome
+	(*PauseReport)(nil),           // 45: harena.v1.PauseReport
+	(*Timing)(nil),                // 46: harena.v1.Timing
+	(*ErrorDetail)(nil),           // 47: harena.v1.ErrorDetail
+	(*Page)(nil),                  // 48: harena.v1.Page
+	(*Selector)(nil),              // 49: harena.v1.Selector
+	(*Outcome)(nil),               // 50: harena.v1.Outcome
 }
 var file_harena_v1_sandbox_proto_depIdxs = []int32{
 	1,  // 0: harena.v1.SandboxSpec.limits:type_name -> harena.v1.Limits
@@ -2925,74 +2945,76 @@ var file_harena_v1_sandbox_proto_depIdxs = []int32{
 	44, // 14: harena.v1.Sandbox.ended:type_name -> google.protobuf.Timestamp
 	0,  // 15: harena.v1.Sandbox.spec:type_name -> harena.v1.SandboxSpec
 	9,  // 16: harena.v1.Sandbox.layers:type_name -> harena.v1.LayerRef
-	0,  // 17: harena.v1.CreateRequest.spec:type_name -> harena.v1.SandboxSpec
-	8,  // 18: harena.v1.CreateResponse.sandbox:type_name -> harena.v1.Sandbox
-	45, // 19: harena.v1.CreateResponse.timings:type_name -> harena.v1.Timing
-	0,  // 20: harena.v1.BatchCreateRequest.spec:type_name -> harena.v1.SandboxSpec
-	8,  // 21: harena.v1.BatchCreateResponse.sandbox:type_name -> harena.v1.Sandbox
-	46, // 22: harena.v1.BatchCreateResponse.error:type_name -> harena.v1.ErrorDetail
-	8,  // 23: harena.v1.GetResponse.sandbox:type_name -> harena.v1.Sandbox
-	47, // 24: harena.v1.ListRequest.page:type_name -> harena.v1.Page
-	41, // 25: harena.v1.ListRequest.labels:type_name -> harena.v1.ListRequest.LabelsEntry
-	8,  // 26: harena.v1.ListResponse.sandboxes:type_name -> harena.v1.Sandbox
-	48, // 27: harena.v1.StopRequest.selector:type_name -> harena.v1.Selector
-	43, // 28: harena.v1.StopRequest.grace:type_name -> google.protobuf.Duration
-	49, // 29: harena.v1.StopResponse.outcomes:type_name -> harena.v1.Outcome
-	48, // 30: harena.v1.PauseRequest.selector:type_name -> harena.v1.Selector
-	49, // 31: harena.v1.PauseResponse.outcomes:type_name -> harena.v1.Outcome
-	48, // 32: harena.v1.ResumeRequest.selector:type_name -> harena.v1.Selector
-	49, // 33: harena.v1.ResumeResponse.outcomes:type_name -> harena.v1.Outcome
-	42, // 34: harena.v1.ForkRequest.labels:type_name -> harena.v1.ForkRequest.LabelsEntry
-	8,  // 35: harena.v1.ForkResponse.sandboxes:type_name -> harena.v1.Sandbox
-	48, // 36: harena.v1.SnapshotRequest.selector:type_name -> harena.v1.Selector
-	9,  // 37: harena.v1.SnapshotResponse.layer:type_name -> harena.v1.LayerRef
-	43, // 38: harena.v1.SnapshotResponse.frozen:type_name -> google.protobuf.Duration
-	46, // 39: harena.v1.SnapshotResponse.error:type_name -> harena.v1.ErrorDetail
-	43, // 40: harena.v1.VerifyRequest.timeout:type_name -> google.protobuf.Duration
-	48, // 41: harena.v1.SetNetworkRequest.selector:type_name -> harena.v1.Selector
-	4,  // 42: harena.v1.SetNetworkRequest.network:type_name -> harena.v1.NetworkPolicy
-	49, // 43: harena.v1.SetNetworkResponse.outcomes:type_name -> harena.v1.Outcome
-	48, // 44: harena.v1.SetGuardRequest.selector:type_name -> harena.v1.Selector
-	6,  // 45: harena.v1.SetGuardRequest.guard:type_name -> harena.v1.GuardPolicy
-	49, // 46: harena.v1.SetGuardResponse.outcomes:type_name -> harena.v1.Outcome
-	48, // 47: harena.v1.SetLifetimeRequest.selector:type_name -> harena.v1.Selector
-	2,  // 48: harena.v1.SetLifetimeRequest.lifetime:type_name -> harena.v1.Lifetime
-	49, // 49: harena.v1.SetLifetimeResponse.outcomes:type_name -> harena.v1.Outcome
-	48, // 50: harena.v1.WatchRequest.selector:type_name -> harena.v1.Selector
-	8,  // 51: harena.v1.WatchResponse.sandbox:type_name -> harena.v1.Sandbox
-	10, // 52: harena.v1.SandboxService.Create:input_type -> harena.v1.CreateRequest
-	12, // 53: harena.v1.SandboxService.BatchCreate:input_type -> harena.v1.BatchCreateRequest
-	14, // 54: harena.v1.SandboxService.Get:input_type -> harena.v1.GetRequest
-	16, // 55: harena.v1.SandboxService.List:input_type -> harena.v1.ListRequest
-	18, // 56: harena.v1.SandboxService.Stop:input_type -> harena.v1.StopRequest
-	20, // 57: harena.v1.SandboxService.Pause:input_type -> harena.v1.PauseRequest
-	22, // 58: harena.v1.SandboxService.Resume:input_type -> harena.v1.ResumeRequest
-	24, // 59: harena.v1.SandboxService.Fork:input_type -> harena.v1.ForkRequest
-	26, // 60: harena.v1.SandboxService.Snapshot:input_type -> harena.v1.SnapshotRequest
-	28, // 61: harena.v1.SandboxService.Verify:input_type -> harena.v1.VerifyRequest
-	30, // 62: harena.v1.SandboxService.SetNetwork:input_type -> harena.v1.SetNetworkRequest
-	32, // 63: harena.v1.SandboxService.SetGuard:input_type -> harena.v1.SetGuardRequest
-	34, // 64: harena.v1.SandboxService.SetLifetime:input_type -> harena.v1.SetLifetimeRequest
-	36, // 65: harena.v1.SandboxService.Watch:input_type -> harena.v1.WatchRequest
-	11, // 66: harena.v1.SandboxService.Create:output_type -> harena.v1.CreateResponse
-	13, // 67: harena.v1.SandboxService.BatchCreate:output_type -> harena.v1.BatchCreateResponse
-	15, // 68: harena.v1.SandboxService.Get:output_type -> harena.v1.GetResponse
-	17, // 69: harena.v1.SandboxService.List:output_type -> harena.v1.ListResponse
-	19, // 70: harena.v1.SandboxService.Stop:output_type -> harena.v1.StopResponse
-	21, // 71: harena.v1.SandboxService.Pause:output_type -> harena.v1.PauseResponse
-	23, // 72: harena.v1.SandboxService.Resume:output_type -> harena.v1.ResumeResponse
-	25, // 73: harena.v1.SandboxService.Fork:output_type -> harena.v1.ForkResponse
-	27, // 74: harena.v1.SandboxService.Snapshot:output_type -> harena.v1.SnapshotResponse
-	29, // 75: harena.v1.SandboxService.Verify:output_type -> harena.v1.VerifyResponse
-	31, // 76: harena.v1.SandboxService.SetNetwork:output_type -> harena.v1.SetNetworkResponse
-	33, // 77: harena.v1.SandboxService.SetGuard:output_type -> harena.v1.SetGuardResponse
-	35, // 78: harena.v1.SandboxService.SetLifetime:output_type -> harena.v1.SetLifetimeResponse
-	37, // 79: harena.v1.SandboxService.Watch:output_type -> harena.v1.WatchResponse
-	66, // [66:80] is the sub-list for method output_type
-	52, // [52:66] is the sub-list for method input_type
-	52, // [52:52] is the sub-list for extension type_name
-	52, // [52:52] is the sub-list for extension extendee
-	0,  // [0:52] is the sub-list for field type_name
+	44, // 17: harena.v1.Sandbox.paused:type_name -> google.protobuf.Timestamp
+	45, // 18: harena.v1.Sandbox.pause:type_name -> harena.v1.PauseReport
+	0,  // 19: harena.v1.CreateRequest.spec:type_name -> harena.v1.SandboxSpec
+	8,  // 20: harena.v1.CreateResponse.sandbox:type_name -> harena.v1.Sandbox
+	46, // 21: harena.v1.CreateResponse.timings:type_name -> harena.v1.Timing
+	0,  // 22: harena.v1.BatchCreateRequest.spec:type_name -> harena.v1.SandboxSpec
+	8,  // 23: harena.v1.BatchCreateResponse.sandbox:type_name -> harena.v1.Sandbox
+	47, // 24: harena.v1.BatchCreateResponse.error:type_name -> harena.v1.ErrorDetail
+	8,  // 25: harena.v1.GetResponse.sandbox:type_name -> harena.v1.Sandbox
+	48, // 26: harena.v1.ListRequest.page:type_name -> harena.v1.Page
+	41, // 27: harena.v1.ListRequest.labels:type_name -> harena.v1.ListRequest.LabelsEntry
+	8,  // 28: harena.v1.ListResponse.sandboxes:type_name -> harena.v1.Sandbox
+	49, // 29: harena.v1.StopRequest.selector:type_name -> harena.v1.Selector
+	43, // 30: harena.v1.StopRequest.grace:type_name -> google.protobuf.Duration
+	50, // 31: harena.v1.StopResponse.outcomes:type_name -> harena.v1.Outcome
+	49, // 32: harena.v1.PauseRequest.selector:type_name -> harena.v1.Selector
+	50, // 33: harena.v1.PauseResponse.outcomes:type_name -> harena.v1.Outcome
+	49, // 34: harena.v1.ResumeRequest.selector:type_name -> harena.v1.Selector
+	50, // 35: harena.v1.ResumeResponse.outcomes:type_name -> harena.v1.Outcome
+	42, // 36: harena.v1.ForkRequest.labels:type_name -> harena.v1.ForkRequest.LabelsEntry
+	8,  // 37: harena.v1.ForkResponse.sandboxes:type_name -> harena.v1.Sandbox
+	49, // 38: harena.v1.SnapshotRequest.selector:type_name -> harena.v1.Selector
+	9,  // 39: harena.v1.SnapshotResponse.layer:type_name -> harena.v1.LayerRef
+	43, // 40: harena.v1.SnapshotResponse.frozen:type_name -> google.protobuf.Duration
+	47, // 41: harena.v1.SnapshotResponse.error:type_name -> harena.v1.ErrorDetail
+	43, // 42: harena.v1.VerifyRequest.timeout:type_name -> google.protobuf.Duration
+	49, // 43: harena.v1.SetNetworkRequest.selector:type_name -> harena.v1.Selector
+	4,  // 44: harena.v1.SetNetworkRequest.network:type_name -> harena.v1.NetworkPolicy
+	50, // 45: harena.v1.SetNetworkResponse.outcomes:type_name -> harena.v1.Outcome
+	49, // 46: harena.v1.SetGuardRequest.selector:type_name -> harena.v1.Selector
+	6,  // 47: harena.v1.SetGuardRequest.guard:type_name -> harena.v1.GuardPolicy
+	50, // 48: harena.v1.SetGuardResponse.outcomes:type_name -> harena.v1.Outcome
+	49, // 49: harena.v1.SetLifetimeRequest.selector:type_name -> harena.v1.Selector
+	2,  // 50: harena.v1.SetLifetimeRequest.lifetime:type_name -> harena.v1.Lifetime
+	50, // 51: harena.v1.SetLifetimeResponse.outcomes:type_name -> harena.v1.Outcome
+	49, // 52: harena.v1.WatchRequest.selector:type_name -> harena.v1.Selector
+	8,  // 53: harena.v1.WatchResponse.sandbox:type_name -> harena.v1.Sandbox
+	10, // 54: harena.v1.SandboxService.Create:input_type -> harena.v1.CreateRequest
+	12, // 55: harena.v1.SandboxService.BatchCreate:input_type -> harena.v1.BatchCreateRequest
+	14, // 56: harena.v1.SandboxService.Get:input_type -> harena.v1.GetRequest
+	16, // 57: harena.v1.SandboxService.List:input_type -> harena.v1.ListRequest
+	18, // 58: harena.v1.SandboxService.Stop:input_type -> harena.v1.StopRequest
+	20, // 59: harena.v1.SandboxService.Pause:input_type -> harena.v1.PauseRequest
+	22, // 60: harena.v1.SandboxService.Resume:input_type -> harena.v1.ResumeRequest
+	24, // 61: harena.v1.SandboxService.Fork:input_type -> harena.v1.ForkRequest
+	26, // 62: harena.v1.SandboxService.Snapshot:input_type -> harena.v1.SnapshotRequest
+	28, // 63: harena.v1.SandboxService.Verify:input_type -> harena.v1.VerifyRequest
+	30, // 64: harena.v1.SandboxService.SetNetwork:input_type -> harena.v1.SetNetworkRequest
+	32, // 65: harena.v1.SandboxService.SetGuard:input_type -> harena.v1.SetGuardRequest
+	34, // 66: harena.v1.SandboxService.SetLifetime:input_type -> harena.v1.SetLifetimeRequest
+	36, // 67: harena.v1.SandboxService.Watch:input_type -> harena.v1.WatchRequest
+	11, // 68: harena.v1.SandboxService.Create:output_type -> harena.v1.CreateResponse
+	13, // 69: harena.v1.SandboxService.BatchCreate:output_type -> harena.v1.BatchCreateResponse
+	15, // 70: harena.v1.SandboxService.Get:output_type -> harena.v1.GetResponse
+	17, // 71: harena.v1.SandboxService.List:output_type -> harena.v1.ListResponse
+	19, // 72: harena.v1.SandboxService.Stop:output_type -> harena.v1.StopResponse
+	21, // 73: harena.v1.SandboxService.Pause:output_type -> harena.v1.PauseResponse
+	23, // 74: harena.v1.SandboxService.Resume:output_type -> harena.v1.ResumeResponse
+	25, // 75: harena.v1.SandboxService.Fork:output_type -> harena.v1.ForkResponse
+	27, // 76: harena.v1.SandboxService.Snapshot:output_type -> harena.v1.SnapshotResponse
+	29, // 77: harena.v1.SandboxService.Verify:output_type -> harena.v1.VerifyResponse
+	31, // 78: harena.v1.SandboxService.SetNetwork:output_type -> harena.v1.SetNetworkResponse
+	33, // 79: harena.v1.SandboxService.SetGuard:output_type -> harena.v1.SetGuardResponse
+	35, // 80: harena.v1.SandboxService.SetLifetime:output_type -> harena.v1.SetLifetimeResponse
+	37, // 81: harena.v1.SandboxService.Watch:output_type -> harena.v1.WatchResponse
+	68, // [68:82] is the sub-list for method output_type
+	54, // [54:68] is the sub-list for method input_type
+	54, // [54:54] is the sub-list for extension type_name
+	54, // [54:54] is the sub-list for extension extendee
+	0,  // [0:54] is the sub-list for field type_name
 }
 
 func init() { file_harena_v1_sandbox_proto_init() }

@@ -120,6 +120,7 @@ var verbs = map[string]Verb{
 	harenav1connect.ExecServiceCreateSessionProcedure: verbExec,
 	harenav1connect.ExecServiceListSessionsProcedure:  verbExec,
 	harenav1connect.ExecServiceCloseSessionProcedure:  verbExec,
+	harenav1connect.ExecServiceLogProcedure:           verbExec,
 
 	harenav1connect.FileServiceReadProcedure:    verbFilesRead,
 	harenav1connect.FileServiceStatProcedure:    verbFilesRead,

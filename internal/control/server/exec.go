@@ -52,3 +52,7 @@ func (h *execService) ListSessions(ctx context.Context, r *connect.Request[haren
 func (h *execService) CloseSession(ctx context.Context, r *connect.Request[harenav1.CloseSessionRequest]) (*connect.Response[harenav1.CloseSessionResponse], error) {
 	return relay(ctx, h.s, r.Msg, execOf, execClient.CloseSession)
 }
+
+func (h *execService) Log(ctx context.Context, r *connect.Request[harenav1.LogRequest], out *connect.ServerStream[harenav1.LogResponse]) error {
+	return relayStream(ctx, h.s, r.Msg, out, execOf, execClient.Log)
+}

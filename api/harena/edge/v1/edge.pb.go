@@ -15,6 +15,7 @@ import (
 	v1 "github.com/harena-dev/harena/api/harena/v1"
 	protoreflect "google.golang.org/protobuf/reflect/protoreflect"
 	protoimpl "google.golang.org/protobuf/runtime/protoimpl"
+	timestamppb "google.golang.org/protobuf/types/known/timestamppb"
 	reflect "reflect"
 	sync "sync"
 	unsafe "unsafe"
@@ -30,11 +31,14 @@ const (
 type CreateRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Chosen by the apiserver: the edge's 6 characters and 14 of its own.
-	Id            string          `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
-	RequestId     string          `protobuf:"bytes,2,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
-	Project       string          `protobuf:"bytes,3,opt,name=project,proto3" json:"project,omitempty"`
-	Spec          *v1.SandboxSpec `protobuf:"bytes,4,opt,name=spec,proto3" json:"spec,omitempty"`
-	Explain       bool            `protobuf:"varint,5,opt,name=explain,proto3" json:"explain,omitempty"`
+	Id        string          `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
+	RequestId string          `protobuf:"bytes,2,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
+	Project   string          `protobuf:"bytes,3,opt,name=project,proto3" json:"project,omitempty"`
+	Spec      *v1.SandboxSpec `protobuf:"bytes,4,opt,name=spec,proto3" json:"spec,omitempty"`
+	Explain   bool            `protobuf:"varint,5,opt,name=explain,proto3" json:"explain,omitempty"`
+	// When the call was made of which this is a part. A stop of the job, or of its labels, that came later wins also over
+	// creations that had not reached the edge. Absent: now.
+	Asked         *timestamppb.Timestamp `protobuf:"bytes,6,opt,name=asked,proto3" json:"asked,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -102,6 +106,13 @@ func (x *CreateRequest) GetExplain() bool {
 		return x.Explain
 	}
 	return false
+}
+
+func (x *CreateRequest) GetAsked() *timestamppb.Timestamp {
+	if x != nil {
+		return x.Asked
+	}
+	return nil
 }
 
 type ProbeRequest struct {
@@ -188,17 +199,18 @@ var File_harena_edge_v1_edge_proto protoreflect.FileDescriptor
 
 const file_harena_edge_v1_edge_proto_rawDesc = "" +
 	"\n" +
-	"\x19harena/edge/v1/edge.proto\x12\x0eharena.edge.v1\x1a\x15harena/v1/fleet.proto\x1a\x17harena/v1/sandbox.proto\"\x9e\x01\n" +
+	"\x19harena/edge/v1/edge.proto\x12\x0eharena.edge.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x15harena/v1/fleet.proto\x1a\x13harena/v1/job.proto\x1a\x17harena/v1/sandbox.proto\"\xd0\x01\n" +
 	"\rCreateRequest\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x02 \x01(\tR\trequestId\x12\x18\n" +
 	"\aproject\x18\x03 \x01(\tR\aproject\x12*\n" +
 	"\x04spec\x18\x04 \x01(\v2\x16.harena.v1.SandboxSpecR\x04spec\x12\x18\n" +
-	"\aexplain\x18\x05 \x01(\bR\aexplain\"\x0e\n" +
+	"\aexplain\x18\x05 \x01(\bR\aexplain\x120\n" +
+	"\x05asked\x18\x06 \x01(\v2\x1a.google.protobuf.TimestampR\x05asked\"\x0e\n" +
 	"\fProbeRequest\"4\n" +
 	"\rProbeResponse\x12#\n" +
-	"\x04edge\x18\x01 \x01(\v2\x0f.harena.v1.EdgeR\x04edge2\x93\b\n" +
+	"\x04edge\x18\x01 \x01(\v2\x0f.harena.v1.EdgeR\x04edge2\x9d\t\n" +
 	"\vEdgeService\x12B\n" +
 	"\x06Create\x12\x1d.harena.edge.v1.CreateRequest\x1a\x19.harena.v1.CreateResponse\x124\n" +
 	"\x03Get\x12\x15.harena.v1.GetRequest\x1a\x16.harena.v1.GetResponse\x127\n" +
@@ -211,7 +223,9 @@ const file_harena_edge_v1_edge_proto_rawDesc = "" +
 	"\n" +
 	"SetNetwork\x12\x1c.harena.v1.SetNetworkRequest\x1a\x1d.harena.v1.SetNetworkResponse\x12C\n" +
 	"\bSetGuard\x12\x1a.harena.v1.SetGuardRequest\x1a\x1b.harena.v1.SetGuardResponse\x12L\n" +
-	"\vSetLifetime\x12\x1d.harena.v1.SetLifetimeRequest\x1a\x1e.harena.v1.SetLifetimeResponse\x12<\n" +
+	"\vSetLifetime\x12\x1d.harena.v1.SetLifetimeRequest\x1a\x1e.harena.v1.SetLifetimeResponse\x12C\n" +
+	"\bListJobs\x12\x1a.harena.v1.ListJobsRequest\x1a\x1b.harena.v1.ListJobsResponse\x12C\n" +
+	"\bLeaseJob\x12\x1a.harena.v1.LeaseJobRequest\x1a\x1b.harena.v1.LeaseJobResponse\x12<\n" +
 	"\x05Watch\x12\x17.harena.v1.WatchRequest\x1a\x18.harena.v1.WatchResponse0\x01\x12D\n" +
 	"\x05Probe\x12\x1c.harena.edge.v1.ProbeRequest\x1a\x1d.harena.edge.v1.ProbeResponse\x12:\n" +
 	"\x05Drain\x12\x17.harena.v1.DrainRequest\x1a\x18.harena.v1.DrainResponse\x12@\n" +
@@ -236,77 +250,87 @@ var file_harena_edge_v1_edge_proto_goTypes = []any{
 	(*ProbeRequest)(nil),           // 1: harena.edge.v1.ProbeRequest
 	(*ProbeResponse)(nil),          // 2: harena.edge.v1.ProbeResponse
 	(*v1.SandboxSpec)(nil),         // 3: harena.v1.SandboxSpec
-	(*v1.Edge)(nil),                // 4: harena.v1.Edge
-	(*v1.GetRequest)(nil),          // 5: harena.v1.GetRequest
-	(*v1.ListRequest)(nil),         // 6: harena.v1.ListRequest
-	(*v1.StopRequest)(nil),         // 7: harena.v1.StopRequest
-	(*v1.PauseRequest)(nil),        // 8: harena.v1.PauseRequest
-	(*v1.ResumeRequest)(nil),       // 9: harena.v1.ResumeRequest
-	(*v1.ForkRequest)(nil),         // 10: harena.v1.ForkRequest
-	(*v1.SnapshotRequest)(nil),     // 11: harena.v1.SnapshotRequest
-	(*v1.SetNetworkRequest)(nil),   // 12: harena.v1.SetNetworkRequest
-	(*v1.SetGuardRequest)(nil),     // 13: harena.v1.SetGuardRequest
-	(*v1.SetLifetimeRequest)(nil),  // 14: harena.v1.SetLifetimeRequest
-	(*v1.WatchRequest)(nil),        // 15: harena.v1.WatchRequest
-	(*v1.DrainRequest)(nil),        // 16: harena.v1.DrainRequest
-	(*v1.UndrainRequest)(nil),      // 17: harena.v1.UndrainRequest
-	(*v1.DoctorRequest)(nil),       // 18: harena.v1.DoctorRequest
-	(*v1.CreateResponse)(nil),      // 19: harena.v1.CreateResponse
-	(*v1.GetResponse)(nil),         // 20: harena.v1.GetResponse
-	(*v1.ListResponse)(nil),        // 21: harena.v1.ListResponse
-	(*v1.StopResponse)(nil),        // 22: harena.v1.StopResponse
-	(*v1.PauseResponse)(nil),       // 23: harena.v1.PauseResponse
-	(*v1.ResumeResponse)(nil),      // 24: harena.v1.ResumeResponse
-	(*v1.ForkResponse)(nil),        // 25: harena.v1.ForkResponse
-	(*v1.SnapshotResponse)(nil),    // 26: harena.v1.SnapshotResponse
-	(*v1.SetNetworkResponse)(nil),  // 27: harena.v1.SetNetworkResponse
-	(*v1.SetGuardResponse)(nil),    // 28: harena.v1.SetGuardResponse
-	(*v1.SetLifetimeResponse)(nil), // 29: harena.v1.SetLifetimeResponse
-	(*v1.WatchResponse)(nil),       // 30: harena.v1.WatchResponse
-	(*v1.DrainResponse)(nil),       // 31: harena.v1.DrainResponse
-	(*v1.UndrainResponse)(nil),     // 32: harena.v1.UndrainResponse
-	(*v1.DoctorResponse)(nil),      // 33: harena.v1.DoctorResponse
+	(*timestamppb.Timestamp)(nil),  // 4: google.protobuf.Timestamp
+	(*v1.Edge)(nil),                // 5: harena.v1.Edge
+	(*v1.GetRequest)(nil),          // 6: harena.v1.GetRequest
+	(*v1.ListRequest)(nil),         // 7: harena.v1.ListRequest
+	(*v1.StopRequest)(nil),         // 8: harena.v1.StopRequest
+	(*v1.PauseRequest)(nil),        // 9: harena.v1.PauseRequest
+	(*v1.ResumeRequest)(nil),       // 10: harena.v1.ResumeRequest
+	(*v1.ForkRequest)(nil),         // 11: harena.v1.ForkRequest
+	(*v1.SnapshotRequest)(nil),     // 12: harena.v1.SnapshotRequest
+	(*v1.SetNetworkRequest)(nil),   // 13: harena.v1.SetNetworkRequest
+	(*v1.SetGuardRequest)(nil),     // 14: harena.v1.SetGuardRequest
+	(*v1.SetLifetimeRequest)(nil),  // 15: harena.v1.SetLifetimeRequest
+	(*v1.ListJobsRequest)(nil),     // 16: harena.v1.ListJobsRequest
+	(*v1.LeaseJobRequest)(nil),     // 17: harena.v1.LeaseJobRequest
+	(*v1.WatchRequest)(nil),        // 18: harena.v1.WatchRequest
+	(*v1.DrainRequest)(nil),        // 19: harena.v1.DrainRequest
+	(*v1.UndrainRequest)(nil),      // 20: harena.v1.UndrainRequest
+	(*v1.DoctorRequest)(nil),       // 21: harena.v1.DoctorRequest
+	(*v1.CreateResponse)(nil),      // 22: harena.v1.CreateResponse
+	(*v1.GetResponse)(nil),         // 23: harena.v1.GetResponse
+	(*v1.ListResponse)(nil),        // 24: harena.v1.ListResponse
+	(*v1.StopResponse)(nil),        // 25: harena.v1.StopResponse
+	(*v1.PauseResponse)(nil),       // 26: harena.v1.PauseResponse
+	(*v1.ResumeResponse)(nil),      // 27: harena.v1.ResumeResponse
+	(*v1.ForkResponse)(nil),        // 28: harena.v1.ForkResponse
+	(*v1.SnapshotResponse)(nil),    // 29: harena.v1.SnapshotResponse
+	(*v1.SetNetworkResponse)(nil),  // 30: harena.v1.SetNetworkResponse
+	(*v1.SetGuardResponse)(nil),    // 31: harena.v1.SetGuardResponse
+	(*v1.SetLifetimeResponse)(nil), // 32: harena.v1.SetLifetimeResponse
+	(*v1.ListJobsResponse)(nil),    // 33: harena.v1.ListJobsResponse
+	(*v1.LeaseJobResponse)(nil),    // 34: harena.v1.LeaseJobResponse
+	(*v1.WatchResponse)(nil),       // 35: harena.v1.WatchResponse
+	(*v1.DrainResponse)(nil),       // 36: harena.v1.DrainResponse
+	(*v1.UndrainResponse)(nil),     // 37: harena.v1.UndrainResponse
+	(*v1.DoctorResponse)(nil),      // 38: harena.v1.DoctorResponse
 }
 var file_harena_edge_v1_edge_proto_depIdxs = []int32{
 	3,  // 0: harena.edge.v1.CreateRequest.spec:type_name -> harena.v1.SandboxSpec
-	4,  // 1: harena.edge.v1.ProbeResponse.edge:type_name -> harena.v1.Edge
-	0,  // 2: harena.edge.v1.EdgeService.Create:input_type -> harena.edge.v1.CreateRequest
-	5,  // 3: harena.edge.v1.EdgeService.Get:input_type -> harena.v1.GetRequest
-	6,  // 4: harena.edge.v1.EdgeService.List:input_type -> harena.v1.ListRequest
-	7,  // 5: harena.edge.v1.EdgeService.Stop:input_type -> harena.v1.StopRequest
-	8,  // 6: harena.edge.v1.EdgeService.Pause:input_type -> harena.v1.PauseRequest
-	9,  // 7: harena.edge.v1.EdgeService.Resume:input_type -> harena.v1.ResumeRequest
-	10, // 8: harena.edge.v1.EdgeService.Fork:input_type -> harena.v1.ForkRequest
-	11, // 9: harena.edge.v1.EdgeService.Snapshot:input_type -> harena.v1.SnapshotRequest
-	12, // 10: harena.edge.v1.EdgeService.SetNetwork:input_type -> harena.v1.SetNetworkRequest
-	13, // 11: harena.edge.v1.EdgeService.SetGuard:input_type -> harena.v1.SetGuardRequest
-	14, // 12: harena.edge.v1.EdgeService.SetLifetime:input_type -> harena.v1.SetLifetimeRequest
-	15, // 13: harena.edge.v1.EdgeService.Watch:input_type -> harena.v1.WatchRequest
-	1,  // 14: harena.edge.v1.EdgeService.Probe:input_type -> harena.edge.v1.ProbeRequest
-	16, // 15: harena.edge.v1.EdgeService.Drain:input_type -> harena.v1.DrainRequest
-	17, // 16: harena.edge.v1.EdgeService.Undrain:input_type -> harena.v1.UndrainRequest
-	18, // 17: harena.edge.v1.EdgeService.Doctor:input_type -> harena.v1.DoctorRequest
-	19, // 18: harena.edge.v1.EdgeService.Create:output_type -> harena.v1.CreateResponse
-	20, // 19: harena.edge.v1.EdgeService.Get:output_type -> harena.v1.GetResponse
-	21, // 20: harena.edge.v1.EdgeService.List:output_type -> harena.v1.ListResponse
-	22, // 21: harena.edge.v1.EdgeService.Stop:output_type -> harena.v1.StopResponse
-	23, // 22: harena.edge.v1.EdgeService.Pause:output_type -> harena.v1.PauseResponse
-	24, // 23: harena.edge.v1.EdgeService.Resume:output_type -> harena.v1.ResumeResponse
-	25, // 24: harena.edge.v1.EdgeService.Fork:output_type -> harena.v1.ForkResponse
-	26, // 25: harena.edge.v1.EdgeService.Snapshot:output_type -> harena.v1.SnapshotResponse
-	27, // 26: harena.edge.v1.EdgeService.SetNetwork:output_type -> harena.v1.SetNetworkResponse
-	28, // 27: harena.edge.v1.EdgeService.SetGuard:output_type -> harena.v1.SetGuardResponse
-	29, // 28: harena.edge.v1.EdgeService.SetLifetime:output_type -> harena.v1.SetLifetimeResponse
-	30, // 29: harena.edge.v1.EdgeService.Watch:output_type -> harena.v1.WatchResponse
-	2,  // 30: harena.edge.v1.EdgeService.Probe:output_type -> harena.edge.v1.ProbeResponse
-	31, // 31: harena.edge.v1.EdgeService.Drain:output_type -> harena.v1.DrainResponse
-	32, // 32: harena.edge.v1.EdgeService.Undrain:output_type -> harena.v1.UndrainResponse
-	33, // 33: harena.edge.v1.EdgeService.Doctor:output_type -> harena.v1.DoctorResponse
-	18, // [18:34] is the sub-list for method output_type
-	2,  // [2:18] is the sub-list for method input_type
-	2,  // [2:2] is the sub-list for extension type_name
-	2,  // [2:2] is the sub-list for extension extendee
-	0,  // [0:2] is the sub-list for field type_name
+	4,  // 1: harena.edge.v1.CreateRequest.asked:type_name -> google.protobuf.Timestamp
+	5,  // 2: harena.edge.v1.ProbeResponse.edge:type_name -> harena.v1.Edge
+	0,  // 3: harena.edge.v1.EdgeService.Create:input_type -> harena.edge.v1.CreateRequest
+	6,  // 4: harena.edge.v1.EdgeService.Get:input_type -> harena.v1.GetRequest
+	7,  // 5: harena.edge.v1.EdgeService.List:input_type -> harena.v1.ListRequest
+	8,  // 6: harena.edge.v1.EdgeService.Stop:input_type -> harena.v1.StopRequest
+	9,  // 7: harena.edge.v1.EdgeService.Pause:input_type -> harena.v1.PauseRequest
+	10, // 8: harena.edge.v1.EdgeService.Resume:input_type -> harena.v1.ResumeRequest
+	11, // 9: harena.edge.v1.EdgeService.Fork:input_type -> harena.v1.ForkRequest
+	12, // 10: harena.edge.v1.EdgeService.Snapshot:input_type -> harena.v1.SnapshotRequest
+	13, // 11: harena.edge.v1.EdgeService.SetNetwork:input_type -> harena.v1.SetNetworkRequest
+	14, // 12: harena.edge.v1.EdgeService.SetGuard:input_type -> harena.v1.SetGuardRequest
+	15, // 13: harena.edge.v1.EdgeService.SetLifetime:input_type -> harena.v1.SetLifetimeRequest
+	16, // 14: harena.edge.v1.EdgeService.ListJobs:input_type -> harena.v1.ListJobsRequest
+	17, // 15: harena.edge.v1.EdgeService.LeaseJob:input_type -> harena.v1.LeaseJobRequest
+	18, // 16: harena.edge.v1.EdgeService.Watch:input_type -> harena.v1.WatchRequest
+	1,  // 17: harena.edge.v1.EdgeService.Probe:input_type -> harena.edge.v1.ProbeRequest
+	19, // 18: harena.edge.v1.EdgeService.Drain:input_type -> harena.v1.DrainRequest
+	20, // 19: harena.edge.v1.EdgeService.Undrain:input_type -> harena.v1.UndrainRequest
+	21, // 20: harena.edge.v1.EdgeService.Doctor:input_type -> harena.v1.DoctorRequest
+	22, // 21: harena.edge.v1.EdgeService.Create:output_type -> harena.v1.CreateResponse
+	23, // 22: harena.edge.v1.EdgeService.Get:output_type -> harena.v1.GetResponse
+	24, // 23: harena.edge.v1.EdgeService.List:output_type -> harena.v1.ListResponse
+	25, // 24: harena.edge.v1.EdgeService.Stop:output_type -> harena.v1.StopResponse
+	26, // 25: harena.edge.v1.EdgeService.Pause:output_type -> harena.v1.PauseResponse
+	27, // 26: harena.edge.v1.EdgeService.Resume:output_type -> harena.v1.ResumeResponse
+	28, // 27: harena.edge.v1.EdgeService.Fork:output_type -> harena.v1.ForkResponse
+	29, // 28: harena.edge.v1.EdgeService.Snapshot:output_type -> harena.v1.SnapshotResponse
+	30, // 29: harena.edge.v1.EdgeService.SetNetwork:output_type -> harena.v1.SetNetworkResponse
+	31, // 30: harena.edge.v1.EdgeService.SetGuard:output_type -> harena.v1.SetGuardResponse
+	32, // 31: harena.edge.v1.EdgeService.SetLifetime:output_type -> harena.v1.SetLifetimeResponse
+	33, // 32: harena.edge.v1.EdgeService.ListJobs:output_type -> harena.v1.ListJobsResponse
+	34, // 33: harena.edge.v1.EdgeService.LeaseJob:output_type -> harena.v1.LeaseJobResponse
+	35, // 34: harena.edge.v1.EdgeService.Watch:output_type -> harena.v1.WatchResponse
+	2,  // 35: harena.edge.v1.EdgeService.Probe:output_type -> harena.edge.v1.ProbeResponse
+	36, // 36: harena.edge.v1.EdgeService.Drain:output_type -> harena.v1.DrainResponse
+	37, // 37: harena.edge.v1.EdgeService.Undrain:output_type -> harena.v1.UndrainResponse
+	38, // 38: harena.edge.v1.EdgeService.Doctor:output_type -> harena.v1.DoctorResponse
+	21, // [21:39] is the sub-list for method output_type
+	3,  // [3:21] is the sub-list for method input_type
+	3,  // [3:3] is the sub-list for extension type_name
+	3,  // [3:3] is the sub-list for extension extendee
+	0,  // [0:3] is the sub-list for field type_name
 }
 
 func init() { file_harena_edge_v1_edge_proto_init() }

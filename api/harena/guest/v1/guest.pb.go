@@ -48,8 +48,10 @@ type Launch struct {
 	// UNIX socket to serve on.
 	Socket string `protobuf:"bytes,10,opt,name=socket,proto3" json:"socket,omitempty"`
 	// Refuse to run commands: only the files of a failed sandbox are wanted.
-	FilesOnly     bool  `protobuf:"varint,11,opt,name=files_only,json=filesOnly,proto3" json:"files_only,omitempty"`
-	ShmBytes      int64 `protobuf:"varint,12,opt,name=shm_bytes,json=shmBytes,proto3" json:"shm_bytes,omitempty"`
+	FilesOnly bool  `protobuf:"varint,11,opt,name=files_only,json=filesOnly,proto3" json:"files_only,omitempty"`
+	ShmBytes  int64 `protobuf:"varint,12,opt,name=shm_bytes,json=shmBytes,proto3" json:"shm_bytes,omitempty"`
+	// For the header of the operation log.
+	Spec          *v1.SandboxSpec `protobuf:"bytes,13,opt,name=spec,proto3" json:"spec,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -166,6 +168,13 @@ func (x *Launch) GetShmBytes() int64 {
 		return x.ShmBytes
 	}
 	return 0
+}
+
+func (x *Launch) GetSpec() *v1.SandboxSpec {
+	if x != nil {
+		return x.Spec
+	}
+	return nil
 }
 
 // Cgroups are directories that the edge made. The supervisor makes children
@@ -521,11 +530,91 @@ func (*ShutdownResponse) Descriptor() ([]byte, []int) {
 	return file_harena_guest_v1_guest_proto_rawDescGZIP(), []int{6}
 }
 
+type HoldRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Held          bool                   `protobuf:"varint,1,opt,name=held,proto3" json:"held,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *HoldRequest) Reset() {
+	*x = HoldRequest{}
+	mi := &file_harena_guest_v1_guest_proto_msgTypes[7]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *HoldRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*HoldRequest) ProtoMessage() {}
+
+func (x *HoldRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_harena_guest_v1_guest_proto_msgTypes[7]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use HoldRequest.ProtoReflect.Descriptor instead.
+func (*HoldRequest) Descriptor() ([]byte, []int) {
+	return file_harena_guest_v1_guest_proto_rawDescGZIP(), []int{7}
+}
+
+func (x *HoldRequest) GetHeld() bool {
+	if x != nil {
+		return x.Held
+	}
+	return false
+}
+
+type HoldResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *HoldResponse) Reset() {
+	*x = HoldResponse{}
+	mi := &file_harena_guest_v1_guest_proto_msgTypes[8]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *HoldResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*HoldResponse) ProtoMessage() {}
+
+func (x *HoldResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_harena_guest_v1_guest_proto_msgTypes[8]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use HoldResponse.ProtoReflect.Descriptor instead.
+func (*HoldResponse) Descriptor() ([]byte, []int) {
+	return file_harena_guest_v1_guest_proto_rawDescGZIP(), []int{8}
+}
+
 var File_harena_guest_v1_guest_proto protoreflect.FileDescriptor
 
 const file_harena_guest_v1_guest_proto_rawDesc = "" +
 	"\n" +
-	"\x1bharena/guest/v1/guest.proto\x12\x0fharena.guest.v1\x1a\x16harena/v1/common.proto\x1a\x17harena/v1/sandbox.proto\"\xee\x02\n" +
+	"\x1bharena/guest/v1/guest.proto\x12\x0fharena.guest.v1\x1a\x16harena/v1/common.proto\x1a\x17harena/v1/sandbox.proto\"\x9a\x03\n" +
 	"\x06Launch\x12\x1d\n" +
 	"\n" +
 	"sandbox_id\x18\x01 \x01(\tR\tsandboxId\x12\x10\n" +
@@ -541,7 +630,8 @@ const file_harena_guest_v1_guest_proto_rawDesc = "" +
 	" \x01(\tR\x06socket\x12\x1d\n" +
 	"\n" +
 	"files_only\x18\v \x01(\bR\tfilesOnly\x12\x1b\n" +
-	"\tshm_bytes\x18\f \x01(\x03R\bshmBytes\"w\n" +
+	"\tshm_bytes\x18\f \x01(\x03R\bshmBytes\x12*\n" +
+	"\x04spec\x18\r \x01(\v2\x16.harena.v1.SandboxSpecR\x04spec\"w\n" +
 	"\aCgroups\x12\x1a\n" +
 	"\btracking\x18\x01 \x01(\tR\btracking\x12\x0e\n" +
 	"\x02v1\x18\x02 \x03(\tR\x02v1\x12%\n" +
@@ -565,10 +655,14 @@ const file_harena_guest_v1_guest_proto_rawDesc = "" +
 	"\x13last_activity_nanos\x18\a \x01(\x03R\x11lastActivityNanos\"4\n" +
 	"\x0fShutdownRequest\x12!\n" +
 	"\fgrace_millis\x18\x01 \x01(\x03R\vgraceMillis\"\x12\n" +
-	"\x10ShutdownResponse2\xaa\x01\n" +
+	"\x10ShutdownResponse\"!\n" +
+	"\vHoldRequest\x12\x12\n" +
+	"\x04held\x18\x01 \x01(\bR\x04held\"\x0e\n" +
+	"\fHoldResponse2\xef\x01\n" +
 	"\fGuestService\x12I\n" +
 	"\x06Status\x12\x1e.harena.guest.v1.StatusRequest\x1a\x1f.harena.guest.v1.StatusResponse\x12O\n" +
-	"\bShutdown\x12 .harena.guest.v1.ShutdownRequest\x1a!.harena.guest.v1.ShutdownResponseB:Z8github.com/harena-dev/harena/api/harena/guest/v1;guestv1b\x06proto3"
+	"\bShutdown\x12 .harena.guest.v1.ShutdownRequest\x1a!.harena.guest.v1.ShutdownResponse\x12C\n" +
+	"\x04Hold\x12\x1c.harena.guest.v1.HoldRequest\x1a\x1d.harena.guest.v1.HoldResponseB:Z8github.com/harena-dev/harena/api/harena/guest/v1;guestv1b\x06proto3"
 
 var (
 	file_harena_guest_v1_guest_proto_rawDescOnce sync.Once
@@ -582,7 +676,7 @@ func file_harena_guest_v1_guest_proto_rawDescGZIP() []byte {
 	return file_harena_guest_v1_guest_proto_rawDescData
 }
 
-var file_harena_guest_v1_guest_proto_msgTypes = make([]protoimpl.MessageInfo, 7)
+var file_harena_guest_v1_guest_proto_msgTypes = make([]protoimpl.MessageInfo, 9)
 var file_harena_guest_v1_guest_proto_goTypes = []any{
 	(*Launch)(nil),             // 0: harena.guest.v1.Launch
 	(*Cgroups)(nil),            // 1: harena.guest.v1.Cgroups
@@ -591,22 +685,28 @@ var file_harena_guest_v1_guest_proto_goTypes = []any{
 	(*StatusResponse)(nil),     // 4: harena.guest.v1.StatusResponse
 	(*ShutdownRequest)(nil),    // 5: harena.guest.v1.ShutdownRequest
 	(*ShutdownResponse)(nil),   // 6: harena.guest.v1.ShutdownResponse
-	(*v1.ProcessDefaults)(nil), // 7: harena.v1.ProcessDefaults
-	(*v1.Timing)(nil),          // 8: harena.v1.Timing
+	(*HoldRequest)(nil),        // 7: harena.guest.v1.HoldRequest
+	(*HoldResponse)(nil),       // 8: harena.guest.v1.HoldResponse
+	(*v1.ProcessDefaults)(nil), // 9: harena.v1.ProcessDefaults
+	(*v1.SandboxSpec)(nil),     // 10: harena.v1.SandboxSpec
+	(*v1.Timing)(nil),          // 11: harena.v1.Timing
 }
 var file_harena_guest_v1_guest_proto_depIdxs = []int32{
-	7, // 0: harena.guest.v1.Launch.process:type_name -> harena.v1.ProcessDefaults
-	1, // 1: harena.guest.v1.Launch.cgroups:type_name -> harena.guest.v1.Cgroups
-	8, // 2: harena.guest.v1.LaunchResult.timings:type_name -> harena.v1.Timing
-	3, // 3: harena.guest.v1.GuestService.Status:input_type -> harena.guest.v1.StatusRequest
-	5, // 4: harena.guest.v1.GuestService.Shutdown:input_type -> harena.guest.v1.ShutdownRequest
-	4, // 5: harena.guest.v1.GuestService.Status:output_type -> harena.guest.v1.StatusResponse
-	6, // 6: harena.guest.v1.GuestService.Shutdown:output_type -> harena.guest.v1.ShutdownResponse
-	5, // [5:7] is the sub-list for method output_type
-	3, // [3:5] is the sub-list for method input_type
-	3, // [3:3] is the sub-list for extension type_name
-	3, // [3:3] is the sub-list for extension extendee
-	0, // [0:3] is the sub-list for field type_name
+	9,  // 0: harena.guest.v1.Launch.process:type_name -> harena.v1.ProcessDefaults
+	1,  // 1: harena.guest.v1.Launch.cgroups:type_name -> harena.guest.v1.Cgroups
+	10, // 2: harena.guest.v1.Launch.spec:type_name -> harena.v1.SandboxSpec
+	11, // 3: harena.guest.v1.LaunchResult.timings:type_name -> harena.v1.Timing
+	3,  // 4: harena.guest.v1.GuestService.Status:input_type -> harena.guest.v1.StatusRequest
+	5,  // 5: harena.guest.v1.GuestService.Shutdown:input_type -> harena.guest.v1.ShutdownRequest
+	7,  // 6: harena.guest.v1.GuestService.Hold:input_type -> harena.guest.v1.HoldRequest
+	4,  // 7: harena.guest.v1.GuestService.Status:output_type -> harena.guest.v1.StatusResponse
+	6,  // 8: harena.guest.v1.GuestService.Shutdown:output_type -> harena.guest.v1.ShutdownResponse
+	8,  // 9: harena.guest.v1.GuestService.Hold:output_type -> harena.guest.v1.HoldResponse
+	7,  // [7:10] is the sub-list for method output_type
+	4,  // [4:7] is the sub-list for method input_type
+	4,  // [4:4] is the sub-list for extension type_name
+	4,  // [4:4] is the sub-list for extension extendee
+	0,  // [0:4] is the sub-list for field type_name
 }
 
 func init() { file_harena_guest_v1_guest_proto_init() }
@@ -620,7 +720,7 @@ func file_harena_guest_v1_guest_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_harena_guest_v1_guest_proto_rawDesc), len(file_harena_guest_v1_guest_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   7,
+			NumMessages:   9,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -57,6 +57,8 @@ const (
 	// ExecServiceCloseSessionProcedure is the fully-qualified name of the ExecService's CloseSession
 	// RPC.
 	ExecServiceCloseSessionProcedure = "/harena.v1.ExecService/CloseSession"
+	// ExecServiceLogProcedure is the fully-qualified name of the ExecService's Log RPC.
+	ExecServiceLogProcedure = "/harena.v1.ExecService/Log"
 )
 
 // ExecServiceClient is a client for the harena.v1.ExecService service.
@@ -80,6 +82,9 @@ type ExecServiceClient interface {
 	CreateSession(context.Context, *connect.Request[v1.CreateSessionRequest]) (*connect.Response[v1.CreateSessionResponse], error)
 	ListSessions(context.Context, *connect.Request[v1.ListSessionsRequest]) (*connect.Response[v1.ListSessionsResponse], error)
 	CloseSession(context.Context, *connect.Request[v1.CloseSessionRequest]) (*connect.Response[v1.CloseSessionResponse], error)
+	// Log sends the sandbox's operation log, in order: what callers had it do, and
+	// how that ended. It can also be read when the sandbox has failed.
+	Log(context.Context, *connect.Request[v1.LogRequest]) (*connect.ServerStreamForClient[v1.LogResponse], error)
 }
 
 // NewExecServiceClient constructs a client for the harena.v1.ExecService service. By default, it
@@ -153,6 +158,12 @@ func NewExecServiceClient(httpClient connect.HTTPClient, baseURL string, opts ..
 			connect.WithSchema(execServiceMethods.ByName("CloseSession")),
 			connect.WithClientOptions(opts...),
 		),
+		log: connect.NewClient[v1.LogRequest, v1.LogResponse](
+			httpClient,
+			baseURL+ExecServiceLogProcedure,
+			connect.WithSchema(execServiceMethods.ByName("Log")),
+			connect.WithClientOptions(opts...),
+		),
 	}
 }
 
@@ -168,6 +179,7 @@ type execServiceClient struct {
 	createSession *connect.Client[v1.CreateSessionRequest, v1.CreateSessionResponse]
 	listSessions  *connect.Client[v1.ListSessionsRequest, v1.ListSessionsResponse]
 	closeSession  *connect.Client[v1.CloseSessionRequest, v1.CloseSessionResponse]
+	log           *connect.Client[v1.LogRequest, v1.LogResponse]
 }
 
 // Run calls harena.v1.ExecService.Run.
@@ -220,6 +232,11 @@ func (c *execServiceClient) CloseSession(ctx context.Context, req *connect.Reque
 	return c.closeSession.CallUnary(ctx, req)
 }
 
+// Log calls harena.v1.ExecService.Log.
+func (c *execServiceClient) Log(ctx context.Context, req *connect.Request[v1.LogRequest]) (*connect.ServerStreamForClient[v1.LogResponse], error) {
+	return c.log.CallServerStream(ctx, req)
+}
+
 // ExecServiceHandler is an implementation of the harena.v1.ExecService service.
 type ExecServiceHandler interface {
 	// Run starts a command and streams its output until it ends. A client that
@@ -241,6 +258,9 @@ type ExecServiceHandler interface {
 	CreateSession(context.Context, *connect.Request[v1.CreateSessionRequest]) (*connect.Response[v1.CreateSessionResponse], error)
 	ListSessions(context.Context, *connect.Request[v1.ListSessionsRequest]) (*connect.Response[v1.ListSessionsResponse], error)
 	CloseSession(context.Context, *connect.Request[v1.CloseSessionRequest]) (*connect.Response[v1.CloseSessionResponse], error)
+	// Log sends the sandbox's operation log, in order: what callers had it do, and
+	// how that ended. It can also be read when the sandbox has failed.
+	Log(context.Context, *connect.Request[v1.LogRequest], *connect.ServerStream[v1.LogResponse]) error
 }
 
 // NewExecServiceHandler builds an HTTP handler from the service implementation. It returns the path
@@ -310,6 +330,12 @@ func NewExecServiceHandler(svc ExecServiceHandler, opts ...connect.HandlerOption
 		connect.WithSchema(execServiceMethods.ByName("CloseSession")),
 		connect.WithHandlerOptions(opts...),
 	)
+	execServiceLogHandler := connect.NewServerStreamHandler(
+		ExecServiceLogProcedure,
+		svc.Log,
+		connect.WithSchema(execServiceMethods.ByName("Log")),
+		connect.WithHandlerOptions(opts...),
+	)
 	return "/harena.v1.ExecService/", http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		switch r.URL.Path {
 		case ExecServiceRunProcedure:
@@ -332,6 +358,8 @@ func NewExecServiceHandler(svc ExecServiceHandler, opts ...connect.HandlerOption
 			execServiceListSessionsHandler.ServeHTTP(w, r)
 		case ExecServiceCloseSessionProcedure:
 			execServiceCloseSessionHandler.ServeHTTP(w, r)
+		case ExecServiceLogProcedure:
+			execServiceLogHandler.ServeHTTP(w, r)
 		default:
 			http.NotFound(w, r)
 		}
@@ -379,4 +407,8 @@ func (UnimplementedExecServiceHandler) ListSessions(context.Context, *connect.Re
 
 func (UnimplementedExecServiceHandler) CloseSession(context.Context, *connect.Request[v1.CloseSessionRequest]) (*connect.Response[v1.CloseSessionResponse], error) {
 	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("harena.v1.ExecService.CloseSession is not implemented"))
+}
+
+func (UnimplementedExecServiceHandler) Log(context.Context, *connect.Request[v1.LogRequest], *connect.ServerStream[v1.LogResponse]) error {
+	return connect.NewError(connect.CodeUnimplemented, errors.New("harena.v1.ExecService.Log is not implemented"))
 }

@@ -77,7 +77,10 @@ type SandboxServiceClient interface {
 	// Stop ends sandboxes and removes their writable state. It is idempotent; a
 	// stop that races create wins.
 	Stop(context.Context, *connect.Request[v1.StopRequest]) (*connect.Response[v1.StopResponse], error)
+	// Pause stops everything in sandboxes where it is and gives their memory back to the node. Calls that need a sandbox running
+	// (exec, files, fork, snapshot) resume it first. It is idempotent.
 	Pause(context.Context, *connect.Request[v1.PauseRequest]) (*connect.Response[v1.PauseResponse], error)
+	// Resume lets everything go on. It is idempotent. capacity: the node has no room for the sandbox's memory.
 	Resume(context.Context, *connect.Request[v1.ResumeRequest]) (*connect.Response[v1.ResumeResponse], error)
 	Fork(context.Context, *connect.Request[v1.ForkRequest]) (*connect.Response[v1.ForkResponse], error)
 	Snapshot(context.Context, *connect.Request[v1.SnapshotRequest]) (*connect.ServerStreamForClient[v1.SnapshotResponse], error)
@@ -286,7 +289,10 @@ type SandboxServiceHandler interface {
 	// Stop ends sandboxes and removes their writable state. It is idempotent; a
 	// stop that races create wins.
 	Stop(context.Context, *connect.Request[v1.StopRequest]) (*connect.Response[v1.StopResponse], error)
+	// Pause stops everything in sandboxes where it is and gives their memory back to the node. Calls that need a sandbox running
+	// (exec, files, fork, snapshot) resume it first. It is idempotent.
 	Pause(context.Context, *connect.Request[v1.PauseRequest]) (*connect.Response[v1.PauseResponse], error)
+	// Resume lets everything go on. It is idempotent. capacity: the node has no room for the sandbox's memory.
 	Resume(context.Context, *connect.Request[v1.ResumeRequest]) (*connect.Response[v1.ResumeResponse], error)
 	Fork(context.Context, *connect.Request[v1.ForkRequest]) (*connect.Response[v1.ForkResponse], error)
 	Snapshot(context.Context, *connect.Request[v1.SnapshotRequest], *connect.ServerStream[v1.SnapshotResponse]) error

@@ -61,6 +61,10 @@ const (
 	EdgeServiceSetGuardProcedure = "/harena.edge.v1.EdgeService/SetGuard"
 	// EdgeServiceSetLifetimeProcedure is the fully-qualified name of the EdgeService's SetLifetime RPC.
 	EdgeServiceSetLifetimeProcedure = "/harena.edge.v1.EdgeService/SetLifetime"
+	// EdgeServiceListJobsProcedure is the fully-qualified name of the EdgeService's ListJobs RPC.
+	EdgeServiceListJobsProcedure = "/harena.edge.v1.EdgeService/ListJobs"
+	// EdgeServiceLeaseJobProcedure is the fully-qualified name of the EdgeService's LeaseJob RPC.
+	EdgeServiceLeaseJobProcedure = "/harena.edge.v1.EdgeService/LeaseJob"
 	// EdgeServiceWatchProcedure is the fully-qualified name of the EdgeService's Watch RPC.
 	EdgeServiceWatchProcedure = "/harena.edge.v1.EdgeService/Watch"
 	// EdgeServiceProbeProcedure is the fully-qualified name of the EdgeService's Probe RPC.
@@ -88,6 +92,8 @@ type EdgeServiceClient interface {
 	SetNetwork(context.Context, *connect.Request[v11.SetNetworkRequest]) (*connect.Response[v11.SetNetworkResponse], error)
 	SetGuard(context.Context, *connect.Request[v11.SetGuardRequest]) (*connect.Response[v11.SetGuardResponse], error)
 	SetLifetime(context.Context, *connect.Request[v11.SetLifetimeRequest]) (*connect.Response[v11.SetLifetimeResponse], error)
+	ListJobs(context.Context, *connect.Request[v11.ListJobsRequest]) (*connect.Response[v11.ListJobsResponse], error)
+	LeaseJob(context.Context, *connect.Request[v11.LeaseJobRequest]) (*connect.Response[v11.LeaseJobResponse], error)
 	Watch(context.Context, *connect.Request[v11.WatchRequest]) (*connect.ServerStreamForClient[v11.WatchResponse], error)
 	// Probe is what placement decides from.
 	Probe(context.Context, *connect.Request[v1.ProbeRequest]) (*connect.Response[v1.ProbeResponse], error)
@@ -173,6 +179,18 @@ func NewEdgeServiceClient(httpClient connect.HTTPClient, baseURL string, opts ..
 			connect.WithSchema(edgeServiceMethods.ByName("SetLifetime")),
 			connect.WithClientOptions(opts...),
 		),
+		listJobs: connect.NewClient[v11.ListJobsRequest, v11.ListJobsResponse](
+			httpClient,
+			baseURL+EdgeServiceListJobsProcedure,
+			connect.WithSchema(edgeServiceMethods.ByName("ListJobs")),
+			connect.WithClientOptions(opts...),
+		),
+		leaseJob: connect.NewClient[v11.LeaseJobRequest, v11.LeaseJobResponse](
+			httpClient,
+			baseURL+EdgeServiceLeaseJobProcedure,
+			connect.WithSchema(edgeServiceMethods.ByName("LeaseJob")),
+			connect.WithClientOptions(opts...),
+		),
 		watch: connect.NewClient[v11.WatchRequest, v11.WatchResponse](
 			httpClient,
 			baseURL+EdgeServiceWatchProcedure,
@@ -219,6 +237,8 @@ type edgeServiceClient struct {
 	setNetwork  *connect.Client[v11.SetNetworkRequest, v11.SetNetworkResponse]
 	setGuard    *connect.Client[v11.SetGuardRequest, v11.SetGuardResponse]
 	setLifetime *connect.Client[v11.SetLifetimeRequest, v11.SetLifetimeResponse]
+	listJobs    *connect.Client[v11.ListJobsRequest, v11.ListJobsResponse]
+	leaseJob    *connect.Client[v11.LeaseJobRequest, v11.LeaseJobResponse]
 	watch       *connect.Client[v11.WatchRequest, v11.WatchResponse]
 	probe       *connect.Client[v1.ProbeRequest, v1.ProbeResponse]
 	drain       *connect.Client[v11.DrainRequest, v11.DrainResponse]
@@ -281,6 +301,16 @@ func (c *edgeServiceClient) SetLifetime(ctx context.Context, req *connect.Reques
 	return c.setLifetime.CallUnary(ctx, req)
 }
 
+// ListJobs calls harena.edge.v1.EdgeService.ListJobs.
+func (c *edgeServiceClient) ListJobs(ctx context.Context, req *connect.Request[v11.ListJobsRequest]) (*connect.Response[v11.ListJobsResponse], error) {
+	return c.listJobs.CallUnary(ctx, req)
+}
+
+// LeaseJob calls harena.edge.v1.EdgeService.LeaseJob.
+func (c *edgeServiceClient) LeaseJob(ctx context.Context, req *connect.Request[v11.LeaseJobRequest]) (*connect.Response[v11.LeaseJobResponse], error) {
+	return c.leaseJob.CallUnary(ctx, req)
+}
+
 // Watch calls harena.edge.v1.EdgeService.Watch.
 func (c *edgeServiceClient) Watch(ctx context.Context, req *connect.Request[v11.WatchRequest]) (*connect.ServerStreamForClient[v11.WatchResponse], error) {
 	return c.watch.CallServerStream(ctx, req)
@@ -321,6 +351,8 @@ type EdgeServiceHandler interface {
 	SetNetwork(context.Context, *connect.Request[v11.SetNetworkRequest]) (*connect.Response[v11.SetNetworkResponse], error)
 	SetGuard(context.Context, *connect.Request[v11.SetGuardRequest]) (*connect.Response[v11.SetGuardResponse], error)
 	SetLifetime(context.Context, *connect.Request[v11.SetLifetimeRequest]) (*connect.Response[v11.SetLifetimeResponse], error)
+	ListJobs(context.Context, *connect.Request[v11.ListJobsRequest]) (*connect.Response[v11.ListJobsResponse], error)
+	LeaseJob(context.Context, *connect.Request[v11.LeaseJobRequest]) (*connect.Response[v11.LeaseJobResponse], error)
 	Watch(context.Context, *connect.Request[v11.WatchRequest], *connect.ServerStream[v11.WatchResponse]) error
 	// Probe is what placement decides from.
 	Probe(context.Context, *connect.Request[v1.ProbeRequest]) (*connect.Response[v1.ProbeResponse], error)
@@ -402,6 +434,18 @@ func NewEdgeServiceHandler(svc EdgeServiceHandler, opts ...connect.HandlerOption
 		connect.WithSchema(edgeServiceMethods.ByName("SetLifetime")),
 		connect.WithHandlerOptions(opts...),
 	)
+	edgeServiceListJobsHandler := connect.NewUnaryHandler(
+		EdgeServiceListJobsProcedure,
+		svc.ListJobs,
+		connect.WithSchema(edgeServiceMethods.ByName("ListJobs")),
+		connect.WithHandlerOptions(opts...),
+	)
+	edgeServiceLeaseJobHandler := connect.NewUnaryHandler(
+		EdgeServiceLeaseJobProcedure,
+		svc.LeaseJob,
+		connect.WithSchema(edgeServiceMethods.ByName("LeaseJob")),
+		connect.WithHandlerOptions(opts...),
+	)
 	edgeServiceWatchHandler := connect.NewServerStreamHandler(
 		EdgeServiceWatchProcedure,
 		svc.Watch,
@@ -456,6 +500,10 @@ func NewEdgeServiceHandler(svc EdgeServiceHandler, opts ...connect.HandlerOption
 			edgeServiceSetGuardHandler.ServeHTTP(w, r)
 		case EdgeServiceSetLifetimeProcedure:
 			edgeServiceSetLifetimeHandler.ServeHTTP(w, r)
+		case EdgeServiceListJobsProcedure:
+			edgeServiceListJobsHandler.ServeHTTP(w, r)
+		case EdgeServiceLeaseJobProcedure:
+			edgeServiceLeaseJobHandler.ServeHTTP(w, r)
 		case EdgeServiceWatchProcedure:
 			edgeServiceWatchHandler.ServeHTTP(w, r)
 		case EdgeServiceProbeProcedure:
@@ -517,6 +565,14 @@ func (UnimplementedEdgeServiceHandler) SetGuard(context.Context, *connect.Reques
 
 func (UnimplementedEdgeServiceHandler) SetLifetime(context.Context, *connect.Request[v11.SetLifetimeRequest]) (*connect.Response[v11.SetLifetimeResponse], error) {
 	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("harena.edge.v1.EdgeService.SetLifetime is not implemented"))
+}
+
+func (UnimplementedEdgeServiceHandler) ListJobs(context.Context, *connect.Request[v11.ListJobsRequest]) (*connect.Response[v11.ListJobsResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("harena.edge.v1.EdgeService.ListJobs is not implemented"))
+}
+
+func (UnimplementedEdgeServiceHandler) LeaseJob(context.Context, *connect.Request[v11.LeaseJobRequest]) (*connect.Response[v11.LeaseJobResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("harena.edge.v1.EdgeService.LeaseJob is not implemented"))
 }
 
 func (UnimplementedEdgeServiceHandler) Watch(context.Context, *connect.Request[v11.WatchRequest], *connect.ServerStream[v11.WatchResponse]) error {

@@ -42,6 +42,8 @@ const (
 	GuestServiceStatusProcedure = "/harena.guest.v1.GuestService/Status"
 	// GuestServiceShutdownProcedure is the fully-qualified name of the GuestService's Shutdown RPC.
 	GuestServiceShutdownProcedure = "/harena.guest.v1.GuestService/Shutdown"
+	// GuestServiceHoldProcedure is the fully-qualified name of the GuestService's Hold RPC.
+	GuestServiceHoldProcedure = "/harena.guest.v1.GuestService/Hold"
 )
 
 // GuestServiceClient is a client for the harena.guest.v1.GuestService service.
@@ -49,6 +51,8 @@ type GuestServiceClient interface {
 	Status(context.Context, *connect.Request[v1.StatusRequest]) (*connect.Response[v1.StatusResponse], error)
 	// Shutdown ends every process of the workload and then the supervisor.
 	Shutdown(context.Context, *connect.Request[v1.ShutdownRequest]) (*connect.Response[v1.ShutdownResponse], error)
+	// Hold stops the clocks of commands' time-outs while the sandbox is paused, and lets them go on. Idempotent.
+	Hold(context.Context, *connect.Request[v1.HoldRequest]) (*connect.Response[v1.HoldResponse], error)
 }
 
 // NewGuestServiceClient constructs a client for the harena.guest.v1.GuestService service. By
@@ -74,6 +78,12 @@ func NewGuestServiceClient(httpClient connect.HTTPClient, baseURL string, opts .
 			connect.WithSchema(guestServiceMethods.ByName("Shutdown")),
 			connect.WithClientOptions(opts...),
 		),
+		hold: connect.NewClient[v1.HoldRequest, v1.HoldResponse](
+			httpClient,
+			baseURL+GuestServiceHoldProcedure,
+			connect.WithSchema(guestServiceMethods.ByName("Hold")),
+			connect.WithClientOptions(opts...),
+		),
 	}
 }
 
@@ -81,6 +91,7 @@ func NewGuestServiceClient(httpClient connect.HTTPClient, baseURL string, opts .
 type guestServiceClient struct {
 	status   *connect.Client[v1.StatusRequest, v1.StatusResponse]
 	shutdown *connect.Client[v1.ShutdownRequest, v1.ShutdownResponse]
+	hold     *connect.Client[v1.HoldRequest, v1.HoldResponse]
 }
 
 // Status calls harena.guest.v1.GuestService.Status.
@@ -93,11 +104,18 @@ func (c *guestServiceClient) Shutdown(ctx context.Context, req *connect.Request[
 	return c.shutdown.CallUnary(ctx, req)
 }
 
+// Hold calls harena.guest.v1.GuestService.Hold.
+func (c *guestServiceClient) Hold(ctx context.Context, req *connect.Request[v1.HoldRequest]) (*connect.Response[v1.HoldResponse], error) {
+	return c.hold.CallUnary(ctx, req)
+}
+
 // GuestServiceHandler is an implementation of the harena.guest.v1.GuestService service.
 type GuestServiceHandler interface {
 	Status(context.Context, *connect.Request[v1.StatusRequest]) (*connect.Response[v1.StatusResponse], error)
 	// Shutdown ends every process of the workload and then the supervisor.
 	Shutdown(context.Context, *connect.Request[v1.ShutdownRequest]) (*connect.Response[v1.ShutdownResponse], error)
+	// Hold stops the clocks of commands' time-outs while the sandbox is paused, and lets them go on. Idempotent.
+	Hold(context.Context, *connect.Request[v1.HoldRequest]) (*connect.Response[v1.HoldResponse], error)
 }
 
 // NewGuestServiceHandler builds an HTTP handler from the service implementation. It returns the
@@ -119,12 +137,20 @@ func NewGuestServiceHandler(svc GuestServiceHandler, opts ...connect.HandlerOpti
 		connect.WithSchema(guestServiceMethods.ByName("Shutdown")),
 		connect.WithHandlerOptions(opts...),
 	)
+	guestServiceHoldHandler := connect.NewUnaryHandler(
+		GuestServiceHoldProcedure,
+		svc.Hold,
+		connect.WithSchema(guestServiceMethods.ByName("Hold")),
+		connect.WithHandlerOptions(opts...),
+	)
 	return "/harena.guest.v1.GuestService/", http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		switch r.URL.Path {
 		case GuestServiceStatusProcedure:
 			guestServiceStatusHandler.ServeHTTP(w, r)
 		case GuestServiceShutdownProcedure:
 			guestServiceShutdownHandler.ServeHTTP(w, r)
+		case GuestServiceHoldProcedure:
+			guestServiceHoldHandler.ServeHTTP(w, r)
 		default:
 			http.NotFound(w, r)
 		}
@@ -140,4 +166,8 @@ func (UnimplementedGuestServiceHandler) Status(context.Context, *connect.Request
 
 func (UnimplementedGuestServiceHandler) Shutdown(context.Context, *connect.Request[v1.ShutdownRequest]) (*connect.Response[v1.ShutdownResponse], error) {
 	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("harena.guest.v1.GuestService.Shutdown is not implemented"))
+}
+
+func (UnimplementedGuestServiceHandler) Hold(context.Context, *connect.Request[v1.HoldRequest]) (*connect.Response[v1.HoldResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("harena.guest.v1.GuestService.Hold is not implemented"))
 }
