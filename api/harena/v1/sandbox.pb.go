@@ -1709,12 +1709,15 @@ func (x *ResumeResponse) GetOutcomes() []*Outcome {
 }
 
 type ForkRequest struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	RequestId     string                 `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
-	Id            string                 `protobuf:"bytes,2,opt,name=id,proto3" json:"id,omitempty"`
-	Count         int32                  `protobuf:"varint,3,opt,name=count,proto3" json:"count,omitempty"`
-	Labels        map[string]string      `protobuf:"bytes,4,rep,name=labels,proto3" json:"labels,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
-	Job           string                 `protobuf:"bytes,5,opt,name=job,proto3" json:"job,omitempty"`
+	state     protoimpl.MessageState `protogen:"open.v1"`
+	RequestId string                 `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
+	Id        string                 `protobuf:"bytes,2,opt,name=id,proto3" json:"id,omitempty"`
+	// 1 to 1,000.
+	Count int32 `protobuf:"varint,3,opt,name=count,proto3" json:"count,omitempty"`
+	// Laid over the labels of the sandbox that is forked.
+	Labels map[string]string `protobuf:"bytes,4,rep,name=labels,proto3" json:"labels,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	// Default: that of the sandbox that is forked.
+	Job           string `protobuf:"bytes,5,opt,name=job,proto3" json:"job,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1785,8 +1788,11 @@ func (x *ForkRequest) GetJob() string {
 }
 
 type ForkResponse struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Sandboxes     []*Sandbox             `protobuf:"bytes,1,rep,name=sandboxes,proto3" json:"sandboxes,omitempty"`
+	state     protoimpl.MessageState `protogen:"open.v1"`
+	Sandboxes []*Sandbox             `protobuf:"bytes,1,rep,name=sandboxes,proto3" json:"sandboxes,omitempty"`
+	// How long the sandbox that is forked stood still.
+	Frozen        *durationpb.Duration `protobuf:"bytes,2,opt,name=frozen,proto3" json:"frozen,omitempty"`
+	Timings       []*Timing            `protobuf:"bytes,3,rep,name=timings,proto3" json:"timings,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1828,6 +1834,20 @@ func (x *ForkResponse) GetSandboxes() []*Sandbox {
 	return nil
 }
 
+func (x *ForkResponse) GetFrozen() *durationpb.Duration {
+	if x != nil {
+		return x.Frozen
+	}
+	return nil
+}
+
+func (x *ForkResponse) GetTimings() []*Timing {
+	if x != nil {
+		return x.Timings
+	}
+	return nil
+}
+
 type SnapshotRequest struct {
 	state     protoimpl.MessageState `protogen:"open.v1"`
 	RequestId string                 `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
@@ -1837,8 +1857,10 @@ type SnapshotRequest struct {
 	NoClean bool     `protobuf:"varint,4,opt,name=no_clean,json=noClean,proto3" json:"no_clean,omitempty"`
 	Strict  bool     `protobuf:"varint,5,opt,name=strict,proto3" json:"strict,omitempty"`
 	Keep    []string `protobuf:"bytes,6,rep,name=keep,proto3" json:"keep,omitempty"`
-	// Residue rules, one pattern a line.
-	Rules         string `protobuf:"bytes,7,opt,name=rules,proto3" json:"rules,omitempty"`
+	// Residue rules, one pattern a line; see docs/snapshots.md.
+	Rules string `protobuf:"bytes,7,opt,name=rules,proto3" json:"rules,omitempty"`
+	// Of the layer names; default: the token's.
+	Project       string `protobuf:"bytes,8,opt,name=project,proto3" json:"project,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1922,19 +1944,43 @@ func (x *SnapshotRequest) GetRules() string {
 	return ""
 }
 
+func (x *SnapshotRequest) GetProject() string {
+	if x != nil {
+		return x.Project
+	}
+	return ""
+}
+
+// SnapshotResponse is a part of the answer for one sandbox. Lists of paths come in pieces, in order, between the message with
+// phase packed and the last one of that sandbox, whose phase is done or failed.
+//
+// Paths are absolute; bytes that are not UTF-8, control characters and backslashes are written \xNN.
 type SnapshotResponse struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	SandboxId     string                 `protobuf:"bytes,1,opt,name=sandbox_id,json=sandboxId,proto3" json:"sandbox_id,omitempty"`
-	Phase         string                 `protobuf:"bytes,2,opt,name=phase,proto3" json:"phase,omitempty"`
-	Layer         *LayerRef              `protobuf:"bytes,3,opt,name=layer,proto3" json:"layer,omitempty"`
-	Frozen        *durationpb.Duration   `protobuf:"bytes,4,opt,name=frozen,proto3" json:"frozen,omitempty"`
-	StoredBytes   int64                  `protobuf:"varint,5,opt,name=stored_bytes,json=storedBytes,proto3" json:"stored_bytes,omitempty"`
-	Added         []string               `protobuf:"bytes,6,rep,name=added,proto3" json:"added,omitempty"`
-	Changed       []string               `protobuf:"bytes,7,rep,name=changed,proto3" json:"changed,omitempty"`
-	Deleted       []string               `protobuf:"bytes,8,rep,name=deleted,proto3" json:"deleted,omitempty"`
-	Cleaned       []string               `protobuf:"bytes,9,rep,name=cleaned,proto3" json:"cleaned,omitempty"`
-	Findings      []string               `protobuf:"bytes,10,rep,name=findings,proto3" json:"findings,omitempty"`
-	Error         *ErrorDetail           `protobuf:"bytes,11,opt,name=error,proto3" json:"error,omitempty"`
+	state     protoimpl.MessageState `protogen:"open.v1"`
+	SandboxId string                 `protobuf:"bytes,1,opt,name=sandbox_id,json=sandboxId,proto3" json:"sandbox_id,omitempty"`
+	// capturing, packed, done, failed.
+	Phase       string               `protobuf:"bytes,2,opt,name=phase,proto3" json:"phase,omitempty"`
+	Layer       *LayerRef            `protobuf:"bytes,3,opt,name=layer,proto3" json:"layer,omitempty"`
+	Frozen      *durationpb.Duration `protobuf:"bytes,4,opt,name=frozen,proto3" json:"frozen,omitempty"`
+	StoredBytes int64                `protobuf:"varint,5,opt,name=stored_bytes,json=storedBytes,proto3" json:"stored_bytes,omitempty"`
+	Added       []string             `protobuf:"bytes,6,rep,name=added,proto3" json:"added,omitempty"`
+	Changed     []string             `protobuf:"bytes,7,rep,name=changed,proto3" json:"changed,omitempty"`
+	Deleted     []string             `protobuf:"bytes,8,rep,name=deleted,proto3" json:"deleted,omitempty"`
+	Cleaned     []string             `protobuf:"bytes,9,rep,name=cleaned,proto3" json:"cleaned,omitempty"`
+	// Each begins with its kind: secret, git, huge, many, world-writable, setuid, owner, future, unscanned.
+	Findings     []string     `protobuf:"bytes,10,rep,name=findings,proto3" json:"findings,omitempty"`
+	Error        *ErrorDetail `protobuf:"bytes,11,opt,name=error,proto3" json:"error,omitempty"`
+	ErrorMessage string       `protobuf:"bytes,12,opt,name=error_message,json=errorMessage,proto3" json:"error_message,omitempty"`
+	// Bytes of the files in the layer.
+	LogicalBytes int64     `protobuf:"varint,13,opt,name=logical_bytes,json=logicalBytes,proto3" json:"logical_bytes,omitempty"`
+	Timings      []*Timing `protobuf:"bytes,14,rep,name=timings,proto3" json:"timings,omitempty"`
+	// Things left out, such as attributes that no layer has.
+	Warnings []string `protobuf:"bytes,15,rep,name=warnings,proto3" json:"warnings,omitempty"`
+	// How many paths there are; the lists end at 64 MiB each.
+	AddedCount    int64 `protobuf:"varint,16,opt,name=added_count,json=addedCount,proto3" json:"added_count,omitempty"`
+	ChangedCount  int64 `protobuf:"varint,17,opt,name=changed_count,json=changedCount,proto3" json:"changed_count,omitempty"`
+	DeletedCount  int64 `protobuf:"varint,18,opt,name=deleted_count,json=deletedCount,proto3" json:"deleted_count,omitempty"`
+	CleanedCount  int64 `protobuf:"varint,19,opt,name=cleaned_count,json=cleanedCount,proto3" json:"cleaned_count,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2044,6 +2090,62 @@ func (x *SnapshotResponse) GetError() *ErrorDetail {
 		return x.Error
 	}
 	return nil
+}
+
+func (x *SnapshotResponse) GetErrorMessage() string {
+	if x != nil {
+		return x.ErrorMessage
+	}
+	return ""
+}
+
+func (x *SnapshotResponse) GetLogicalBytes() int64 {
+	if x != nil {
+		return x.LogicalBytes
+	}
+	return 0
+}
+
+func (x *SnapshotResponse) GetTimings() []*Timing {
+	if x != nil {
+		return x.Timings
+	}
+	return nil
+}
+
+func (x *SnapshotResponse) GetWarnings() []string {
+	if x != nil {
+		return x.Warnings
+	}
+	return nil
+}
+
+func (x *SnapshotResponse) GetAddedCount() int64 {
+	if x != nil {
+		return x.AddedCount
+	}
+	return 0
+}
+
+func (x *SnapshotResponse) GetChangedCount() int64 {
+	if x != nil {
+		return x.ChangedCount
+	}
+	return 0
+}
+
+func (x *SnapshotResponse) GetDeletedCount() int64 {
+	if x != nil {
+		return x.DeletedCount
+	}
+	return 0
+}
+
+func (x *SnapshotResponse) GetCleanedCount() int64 {
+	if x != nil {
+		return x.CleanedCount
+	}
+	return 0
 }
 
 type VerifyRequest struct {
@@ -2777,9 +2879,11 @@ const file_harena_v1_sandbox_proto_rawDesc = "" +
 	"\x03job\x18\x05 \x01(\tR\x03job\x1a9\n" +
 	"\vLabelsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"@\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xa0\x01\n" +
 	"\fForkResponse\x120\n" +
-	"\tsandboxes\x18\x01 \x03(\v2\x12.harena.v1.SandboxR\tsandboxes\"\xd2\x01\n" +
+	"\tsandboxes\x18\x01 \x03(\v2\x12.harena.v1.SandboxR\tsandboxes\x121\n" +
+	"\x06frozen\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\x06frozen\x12+\n" +
+	"\atimings\x18\x03 \x03(\v2\x11.harena.v1.TimingR\atimings\"\xec\x01\n" +
 	"\x0fSnapshotRequest\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12/\n" +
@@ -2788,7 +2892,8 @@ const file_harena_v1_sandbox_proto_rawDesc = "" +
 	"\bno_clean\x18\x04 \x01(\bR\anoClean\x12\x16\n" +
 	"\x06strict\x18\x05 \x01(\bR\x06strict\x12\x12\n" +
 	"\x04keep\x18\x06 \x03(\tR\x04keep\x12\x14\n" +
-	"\x05rules\x18\a \x01(\tR\x05rules\"\xf6\x02\n" +
+	"\x05rules\x18\a \x01(\tR\x05rules\x12\x18\n" +
+	"\aproject\x18\b \x01(\tR\aproject\"\x99\x05\n" +
 	"\x10SnapshotResponse\x12\x1d\n" +
 	"\n" +
 	"sandbox_id\x18\x01 \x01(\tR\tsandboxId\x12\x14\n" +
@@ -2802,7 +2907,16 @@ const file_harena_v1_sandbox_proto_rawDesc = "" +
 	"\acleaned\x18\t \x03(\tR\acleaned\x12\x1a\n" +
 	"\bfindings\x18\n" +
 	" \x03(\tR\bfindings\x12,\n" +
-	"\x05error\x18\v \x01(\v2\x16.harena.v1.ErrorDetailR\x05error\"\xbd\x01\n" +
+	"\x05error\x18\v \x01(\v2\x16.harena.v1.ErrorDetailR\x05error\x12#\n" +
+	"\rerror_message\x18\f \x01(\tR\ferrorMessage\x12#\n" +
+	"\rlogical_bytes\x18\r \x01(\x03R\flogicalBytes\x12+\n" +
+	"\atimings\x18\x0e \x03(\v2\x11.harena.v1.TimingR\atimings\x12\x1a\n" +
+	"\bwarnings\x18\x0f \x03(\tR\bwarnings\x12\x1f\n" +
+	"\vadded_count\x18\x10 \x01(\x03R\n" +
+	"addedCount\x12#\n" +
+	"\rchanged_count\x18\x11 \x01(\x03R\fchangedCount\x12#\n" +
+	"\rdeleted_count\x18\x12 \x01(\x03R\fdeletedCount\x12#\n" +
+	"\rcleaned_count\x18\x13 \x01(\x03R\fcleanedCount\"\xbd\x01\n" +
 	"\rVerifyRequest\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12\x0e\n" +
@@ -2966,55 +3080,58 @@ var file_harena_v1_sandbox_proto_depIdxs = []int32{
 	50, // 35: harena.v1.ResumeResponse.outcomes:type_name -> harena.v1.Outcome
 	42, // 36: harena.v1.ForkRequest.labels:type_name -> harena.v1.ForkRequest.LabelsEntry
 	8,  // 37: harena.v1.ForkResponse.sandboxes:type_name -> harena.v1.Sandbox
-	49, // 38: harena.v1.SnapshotRequest.selector:type_name -> harena.v1.Selector
-	9,  // 39: harena.v1.SnapshotResponse.layer:type_name -> harena.v1.LayerRef
-	43, // 40: harena.v1.SnapshotResponse.frozen:type_name -> google.protobuf.Duration
-	47, // 41: harena.v1.SnapshotResponse.error:type_name -> harena.v1.ErrorDetail
-	43, // 42: harena.v1.VerifyRequest.timeout:type_name -> google.protobuf.Duration
-	49, // 43: harena.v1.SetNetworkRequest.selector:type_name -> harena.v1.Selector
-	4,  // 44: harena.v1.SetNetworkRequest.network:type_name -> harena.v1.NetworkPolicy
-	50, // 45: harena.v1.SetNetworkResponse.outcomes:type_name -> harena.v1.Outcome
-	49, // 46: harena.v1.SetGuardRequest.selector:type_name -> harena.v1.Selector
-	6,  // 47: harena.v1.SetGuardRequest.guard:type_name -> harena.v1.GuardPolicy
-	50, // 48: harena.v1.SetGuardResponse.outcomes:type_name -> harena.v1.Outcome
-	49, // 49: harena.v1.SetLifetimeRequest.selector:type_name -> harena.v1.Selector
-	2,  // 50: harena.v1.SetLifetimeRequest.lifetime:type_name -> harena.v1.Lifetime
-	50, // 51: harena.v1.SetLifetimeResponse.outcomes:type_name -> harena.v1.Outcome
-	49, // 52: harena.v1.WatchRequest.selector:type_name -> harena.v1.Selector
-	8,  // 53: harena.v1.WatchResponse.sandbox:type_name -> harena.v1.Sandbox
-	10, // 54: harena.v1.SandboxService.Create:input_type -> harena.v1.CreateRequest
-	12, // 55: harena.v1.SandboxService.BatchCreate:input_type -> harena.v1.BatchCreateRequest
-	14, // 56: harena.v1.SandboxService.Get:input_type -> harena.v1.GetRequest
-	16, // 57: harena.v1.SandboxService.List:input_type -> harena.v1.ListRequest
-	18, // 58: harena.v1.SandboxService.Stop:input_type -> harena.v1.StopRequest
-	20, // 59: harena.v1.SandboxService.Pause:input_type -> harena.v1.PauseRequest
-	22, // 60: harena.v1.SandboxService.Resume:input_type -> harena.v1.ResumeRequest
-	24, // 61: harena.v1.SandboxService.Fork:input_type -> harena.v1.ForkRequest
-	26, // 62: harena.v1.SandboxService.Snapshot:input_type -> harena.v1.SnapshotRequest
-	28, // 63: harena.v1.SandboxService.Verify:input_type -> harena.v1.VerifyRequest
-	30, // 64: harena.v1.SandboxService.SetNetwork:input_type -> harena.v1.SetNetworkRequest
-	32, // 65: harena.v1.SandboxService.SetGuard:input_type -> harena.v1.SetGuardRequest
-	34, // 66: harena.v1.SandboxService.SetLifetime:input_type -> harena.v1.SetLifetimeRequest
-	36, // 67: harena.v1.SandboxService.Watch:input_type -> harena.v1.WatchRequest
-	11, // 68: harena.v1.SandboxService.Create:output_type -> harena.v1.CreateResponse
-	13, // 69: harena.v1.SandboxService.BatchCreate:output_type -> harena.v1.BatchCreateResponse
-	15, // 70: harena.v1.SandboxService.Get:output_type -> harena.v1.GetResponse
-	17, // 71: harena.v1.SandboxService.List:output_type -> harena.v1.ListResponse
-	19, // 72: harena.v1.SandboxService.Stop:output_type -> harena.v1.StopResponse
-	21, // 73: harena.v1.SandboxService.Pause:output_type -> harena.v1.PauseResponse
-	23, // 74: harena.v1.SandboxService.Resume:output_type -> harena.v1.ResumeResponse
-	25, // 75: harena.v1.SandboxService.Fork:output_type -> harena.v1.ForkResponse
-	27, // 76: harena.v1.SandboxService.Snapshot:output_type -> harena.v1.SnapshotResponse
-	29, // 77: harena.v1.SandboxService.Verify:output_type -> harena.v1.VerifyResponse
-	31, // 78: harena.v1.SandboxService.SetNetwork:output_type -> harena.v1.SetNetworkResponse
-	33, // 79: harena.v1.SandboxService.SetGuard:output_type -> harena.v1.SetGuardResponse
-	35, // 80: harena.v1.SandboxService.SetLifetime:output_type -> harena.v1.SetLifetimeResponse
-	37, // 81: harena.v1.SandboxService.Watch:output_type -> harena.v1.WatchResponse
-	68, // [68:82] is the sub-list for method output_type
-	54, // [54:68] is the sub-list for method input_type
-	54, // [54:54] is the sub-list for extension type_name
-	54, // [54:54] is the sub-list for extension extendee
-	0,  // [0:54] is the sub-list for field type_name
+	43, // 38: harena.v1.ForkResponse.frozen:type_name -> google.protobuf.Duration
+	46, // 39: harena.v1.ForkResponse.timings:type_name -> harena.v1.Timing
+	49, // 40: harena.v1.SnapshotRequest.selector:type_name -> harena.v1.Selector
+	9,  // 41: harena.v1.SnapshotResponse.layer:type_name -> harena.v1.LayerRef
+	43, // 42: harena.v1.SnapshotResponse.frozen:type_name -> google.protobuf.Duration
+	47, // 43: harena.v1.SnapshotResponse.error:type_name -> harena.v1.ErrorDetail
+	46, // 44: harena.v1.SnapshotResponse.timings:type_name -> harena.v1.Timing
+	43, // 45: harena.v1.VerifyRequest.timeout:type_name -> google.protobuf.Duration
+	49, // 46: harena.v1.SetNetworkRequest.selector:type_name -> harena.v1.Selector
+	4,  // 47: harena.v1.SetNetworkRequest.network:type_name -> harena.v1.NetworkPolicy
+	50, // 48: harena.v1.SetNetworkResponse.outcomes:type_name -> harena.v1.Outcome
+	49, // 49: harena.v1.SetGuardRequest.selector:type_name -> harena.v1.Selector
+	6,  // 50: harena.v1.SetGuardRequest.guard:type_name -> harena.v1.GuardPolicy
+	50, // 51: harena.v1.SetGuardResponse.outcomes:type_name -> harena.v1.Outcome
+	49, // 52: harena.v1.SetLifetimeRequest.selector:type_name -> harena.v1.Selector
+	2,  // 53: harena.v1.SetLifetimeRequest.lifetime:type_name -> harena.v1.Lifetime
+	50, // 54: harena.v1.SetLifetimeResponse.outcomes:type_name -> harena.v1.Outcome
+	49, // 55: harena.v1.WatchRequest.selector:type_name -> harena.v1.Selector
+	8,  // 56: harena.v1.WatchResponse.sandbox:type_name -> harena.v1.Sandbox
+	10, // 57: harena.v1.SandboxService.Create:input_type -> harena.v1.CreateRequest
+	12, // 58: harena.v1.SandboxService.BatchCreate:input_type -> harena.v1.BatchCreateRequest
+	14, // 59: harena.v1.SandboxService.Get:input_type -> harena.v1.GetRequest
+	16, // 60: harena.v1.SandboxService.List:input_type -> harena.v1.ListRequest
+	18, // 61: harena.v1.SandboxService.Stop:input_type -> harena.v1.StopRequest
+	20, // 62: harena.v1.SandboxService.Pause:input_type -> harena.v1.PauseRequest
+	22, // 63: harena.v1.SandboxService.Resume:input_type -> harena.v1.ResumeRequest
+	24, // 64: harena.v1.SandboxService.Fork:input_type -> harena.v1.ForkRequest
+	26, // 65: harena.v1.SandboxService.Snapshot:input_type -> harena.v1.SnapshotRequest
+	28, // 66: harena.v1.SandboxService.Verify:input_type -> harena.v1.VerifyRequest
+	30, // 67: harena.v1.SandboxService.SetNetwork:input_type -> harena.v1.SetNetworkRequest
+	32, // 68: harena.v1.SandboxService.SetGuard:input_type -> harena.v1.SetGuardRequest
+	34, // 69: harena.v1.SandboxService.SetLifetime:input_type -> harena.v1.SetLifetimeRequest
+	36, // 70: harena.v1.SandboxService.Watch:input_type -> harena.v1.WatchRequest
+	11, // 71: harena.v1.SandboxService.Create:output_type -> harena.v1.CreateResponse
+	13, // 72: harena.v1.SandboxService.BatchCreate:output_type -> harena.v1.BatchCreateResponse
+	15, // 73: harena.v1.SandboxService.Get:output_type -> harena.v1.GetResponse
+	17, // 74: harena.v1.SandboxService.List:output_type -> harena.v1.ListResponse
+	19, // 75: harena.v1.SandboxService.Stop:output_type -> harena.v1.StopResponse
+	21, // 76: harena.v1.SandboxService.Pause:output_type -> harena.v1.PauseResponse
+	23, // 77: harena.v1.SandboxService.Resume:output_type -> harena.v1.ResumeResponse
+	25, // 78: harena.v1.SandboxService.Fork:output_type -> harena.v1.ForkResponse
+	27, // 79: harena.v1.SandboxService.Snapshot:output_type -> harena.v1.SnapshotResponse
+	29, // 80: harena.v1.SandboxService.Verify:output_type -> harena.v1.VerifyResponse
+	31, // 81: harena.v1.SandboxService.SetNetwork:output_type -> harena.v1.SetNetworkResponse
+	33, // 82: harena.v1.SandboxService.SetGuard:output_type -> harena.v1.SetGuardResponse
+	35, // 83: harena.v1.SandboxService.SetLifetime:output_type -> harena.v1.SetLifetimeResponse
+	37, // 84: harena.v1.SandboxService.Watch:output_type -> harena.v1.WatchResponse
+	71, // [71:85] is the sub-list for method output_type
+	57, // [57:71] is the sub-list for method input_type
+	57, // [57:57] is the sub-list for extension type_name
+	57, // [57:57] is the sub-list for extension extendee
+	0,  // [0:57] is the sub-list for field type_name
 }
 
 func init() { file_harena_v1_sandbox_proto_init() }
