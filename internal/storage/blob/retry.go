@@ -27,7 +27,8 @@ func DefaultRetry() RetryPolicy {
 
 // Transient tells whether the same call may succeed later.
 func Transient(err error) bool {
-	if err == nil || errors.Is(err, syscall.ENOSPC) || errors.Is(err, syscall.EDQUOT) {
+	var spent *exhausted
+	if err == nil || errors.Is(err, syscall.ENOSPC) || errors.Is(err, syscall.EDQUOT) || errors.As(err, &spent) {
 		return false
 	}
 	switch errs.KindOf(err) {
@@ -63,6 +64,20 @@ func (p RetryPolicy) do(ctx context.Context, call func() error) error {
 			return err
 		}
 	}
+}
+
+// exhausted is an error of a call that was repeated already.
+type exhausted struct{ error }
+
+func (e *exhausted) Unwrap() error { return e.error }
+
+// within is do for calls inside a store: those around it do not repeat what it has.
+func (p RetryPolicy) within(ctx context.Context, call func() error) error {
+	err := p.do(ctx, call)
+	if p.Attempts > 1 && Transient(err) {
+		return &exhausted{err}
+	}
+	return err
 }
 
 // WithRetry repeats calls that failed for a reason that may pass. A body that breaks

@@ -30,7 +30,7 @@ func (s *S3) Put(ctx context.Context, name string, r io.Reader) error {
 		return putError(name, err)
 	}
 	if n < s3Part {
-		return s.o.Retry.do(ctx, func() error {
+		return s.o.Retry.within(ctx, func() error {
 			_, err := s.client.PutObject(ctx, s.o.Bucket, s.prefix+name, bytes.NewReader(first.Bytes()), n, "", hexSum(first.Bytes()),
 				minio.PutObjectOptions{ContentType: contentType})
 			if err != nil {
@@ -53,7 +53,7 @@ func hexSum(b []byte) string {
 func (s *S3) putParts(ctx context.Context, name string, first []byte, r io.Reader) error {
 	key := s.prefix + name
 	var id string
-	err := s.o.Retry.do(ctx, func() (err error) {
+	err := s.o.Retry.within(ctx, func() (err error) {
 		id, err = s.client.NewMultipartUpload(ctx, s.o.Bucket, key, minio.PutObjectOptions{ContentType: contentType})
 		if err != nil {
 			return s.fail(ctx, "begin to put object "+name, err)
@@ -88,7 +88,7 @@ func (s *S3) complete(ctx context.Context, name, id string, parts []minio.Comple
 		}
 		err = s.fail(ctx, "complete object "+name, err)
 		if !s.o.Retry.wait(ctx, attempt, err) {
-			return err
+			return &exhausted{err}
 		}
 	}
 }
@@ -161,7 +161,7 @@ func (s *S3) sendParts(ctx context.Context, name, id string, first []byte, r io.
 func (s *S3) sendPart(ctx context.Context, name, id string, number int, b []byte) (minio.CompletePart, error) {
 	var p minio.ObjectPart
 	digest := hexSum(b)
-	err := s.o.Retry.do(ctx, func() (err error) {
+	err := s.o.Retry.within(ctx, func() (err error) {
 		p, err = s.client.PutObjectPart(ctx, s.o.Bucket, s.prefix+name, id, number, bytes.NewReader(b), int64(len(b)),
 			minio.PutObjectPartOptions{Sha256Hex: digest})
 		if err != nil {
