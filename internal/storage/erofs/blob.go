@@ -3,7 +3,6 @@ package erofs
 import (
 	"bufio"
 	"bytes"
-	"crypto/sha256"
 	"errors"
 	"fmt"
 	"io"
@@ -13,49 +12,67 @@ import (
 	"github.com/harena-dev/harena/internal/errs"
 )
 
-// maxDedupEntries bounds the memory of the deduplication index.
-const maxDedupEntries = 1 << 25
+// place is where a run of blocks lies: in the image's own blob (device 0 here), in
+// a blob of another layer (from 1 on), or nowhere, a hole (nullBlock).
+type place struct {
+	device uint16
+	at     uint32
+}
 
-// chunkKey is SHA-256 cut to 128 bits: equal keys are taken as equal chunks.
-// Nobody gains from a collision (2^64 work): both chunks would be of one layer,
-// from one source.
-type chunkKey [16]byte
-
-// blobWriter appends chunks to the blob, each distinct one once.
+// blobWriter appends content to the blob, each distinct chunk once, and leaves out
+// what other blobs have.
 type blobWriter struct {
-	out    *bufio.Writer
-	blocks uint32
-	seen   map[chunkKey]uint32
-	zeros  []byte
+	out     *bufio.Writer
+	blocks  uint32
+	table   chunkTable
+	others  []*Blob // devices 1…
+	looked  []*Blob // those of others that content is looked up in
+	keys    []chunkKey
+	records []byte
+	zeros   []byte
 }
 
 func newBlobWriter(f *os.File) *blobWriter {
-	return &blobWriter{out: bufio.NewWriterSize(f, 1<<20), seen: make(map[chunkKey]uint32), zeros: make([]byte, 1<<18)}
+	return &blobWriter{out: bufio.NewWriterSize(f, 1<<20), zeros: make([]byte, 1<<18)}
 }
 
-// put stores p, whole blocks, and returns its first block; nullBlock for zeros.
-func (w *blobWriter) put(p []byte) (uint32, error) {
+// put stores p, whole blocks.
+func (w *blobWriter) put(p []byte) (place, error) {
 	if w.isZero(p) {
-		return nullBlock, nil
+		return place{at: nullBlock}, nil
 	}
-	sum := sha256.Sum256(p)
-	key := chunkKey(sum[:])
-	if at, ok := w.seen[key]; ok {
-		return at, nil
+	w.keys = w.keys[:0]
+	for off := 0; off < len(p); off += blockSize {
+		w.keys = append(w.keys, keyOf(p[off:off+blockSize]))
 	}
-	n := uint32(len(p) / blockSize)
+	if at, ok := w.table.findRun(w.keys); ok {
+		return place{at: at}, nil
+	}
+	for i, b := range w.looked {
+		if b.Index == nil {
+			continue
+		}
+		at, ok, err := b.Index.findRun(w.keys, &w.records)
+		if err != nil {
+			return place{}, fmt.Errorf("look content up in data blob %s: %w", b.Name, err)
+		}
+		if ok && int64(at)+int64(len(w.keys)) <= b.Size/blockSize {
+			return place{uint16(i + 1), at}, nil
+		}
+	}
+	n := uint32(len(w.keys))
 	if w.blocks > maxBlocks-n {
-		return 0, errs.OverLimit(errs.Invalid, "data of a layer, in bytes", maxFileSize, int64(w.blocks)*blockSize+int64(len(p)))
+		return place{}, errs.OverLimit(errs.Invalid, "data of a layer, in bytes", maxFileSize, int64(w.blocks)*blockSize+int64(len(p)))
 	}
 	if _, err := w.out.Write(p); err != nil {
-		return 0, writeOutput(err)
+		return place{}, writeOutput(err)
 	}
 	at := w.blocks
 	w.blocks += n
-	if len(w.seen) < maxDedupEntries {
-		w.seen[key] = at
+	for i := range w.keys {
+		w.table.add(&w.keys[i])
 	}
-	return at, nil
+	return place{at: at}, nil
 }
 
 func (w *blobWriter) isZero(p []byte) bool {
@@ -71,23 +88,26 @@ func (w *blobWriter) isZero(p []byte) bool {
 
 func (w *blobWriter) flush() error { return writeOutput(w.out.Flush()) }
 
-// extent is a run of blocks of a file: contiguous in the blob from block at on,
-// or a hole where at is nullBlock.
-type extent struct{ at, n uint32 }
+// extent is a run of blocks of a file: contiguous from its place on, or a hole.
+type extent struct {
+	place
+	n uint32
+}
 
 // extents map a file from its first block on, without gaps.
 type extents []extent
 
-func (x extents) add(at, n uint32) extents {
+func (x extents) add(p place, n uint32) extents {
 	if len(x) > 0 {
 		last := &x[len(x)-1]
 		fits := last.n <= maxBlocks-n
-		if fits && (at == nullBlock && last.at == nullBlock || at != nullBlock && last.at != nullBlock && at == last.at+last.n) {
+		if fits && (p.at == nullBlock && last.at == nullBlock ||
+			p.at != nullBlock && last.at != nullBlock && p.device == last.device && p.at == last.at+last.n) {
 			last.n += n
 			return x
 		}
 	}
-	return append(x, extent{at, n})
+	return append(x, extent{p, n})
 }
 
 // chunkBits returns the largest size of chunk, as a power of two of blocks, of
@@ -127,11 +147,11 @@ func (w *blobWriter) store(x extents, p []byte, granule int) (extents, error) {
 	}
 	for len(p) > 0 {
 		n := min(granule, len(p))
-		at, err := w.put(p[:n])
+		to, err := w.put(p[:n])
 		if err != nil {
 			return nil, err
 		}
-		x = x.add(at, uint32(n/blockSize))
+		x = x.add(to, uint32(n/blockSize))
 		p = p[n:]
 	}
 	return x, nil

@@ -31,10 +31,23 @@ func FromDir(ctx context.Context, dir string, meta, blob *os.File, o Options) (*
 	}
 	f := os.NewFile(uintptr(fd), dir)
 	defer f.Close()
+	return FromDirFile(ctx, f, meta, blob, o)
+}
+
+// FromDirFile is FromDir of an open directory, whose position is at its start.
+func FromDirFile(ctx context.Context, dir *os.File, meta, blob *os.File, o Options) (*Result, error) {
 	b, err := newBuilder(ctx, meta, blob, o)
 	if err != nil {
 		return nil, err
 	}
+	if err := b.readTree(dir, b.root); err != nil {
+		return nil, err
+	}
+	return b.finish()
+}
+
+// readTree makes root of the directory dir with all in it.
+func (b *builder) readTree(dir *os.File, root *inode) error {
 	d := &dirBuilder{
 		builder: b,
 		links:   make(map[fileID]*inode),
@@ -42,16 +55,13 @@ func FromDir(ctx context.Context, dir string, meta, blob *os.File, o Options) (*
 		value:   make([]byte, 1<<16), // XATTR_SIZE_MAX
 	}
 	var st unix.Stat_t
-	if err := unix.Fstat(fd, &st); err != nil {
-		return nil, readDirError(err, dir)
+	if err := unix.Fstat(int(dir.Fd()), &st); err != nil {
+		return readDirError(err, dir.Name())
 	}
-	if err := d.fill(b.root, &st, fd, "."); err != nil {
-		return nil, err
+	if err := d.fill(root, &st, int(dir.Fd()), "."); err != nil {
+		return err
 	}
-	if err := d.walk(f, b.root, ""); err != nil {
-		return nil, err
-	}
-	return b.finish()
+	return d.walk(dir, root, "")
 }
 
 type fileID struct{ dev, ino uint64 }
@@ -109,6 +119,14 @@ func (d *dirBuilder) add(f *os.File, parent *inode, name, path string) error {
 	if d.o.Choose != nil {
 		if choice = d.o.Choose(path, &st); choice == Drop {
 			return nil
+		}
+	}
+	if d.o.Filter != nil {
+		switch d.o.Filter(path, st.Mode) {
+		case Omit:
+			return nil
+		case Erase:
+			return d.put(parent, name, &inode{mode: modeChr})
 		}
 	}
 	id := fileID{st.Dev, st.Ino}

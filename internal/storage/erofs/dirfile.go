@@ -52,7 +52,7 @@ func (d *dirBuilder) content(in int, ino *inode, st *unix.Stat_t, path string) e
 			var skip int64
 			skip, dataEnd, sparse = nextData(in, pos, size, granule)
 			if skip > 0 {
-				ino.data = ino.data.add(nullBlock, uint32(alignUp(skip, blockSize)/blockSize))
+				ino.data = ino.data.add(place{at: nullBlock}, uint32(alignUp(skip, blockSize)/blockSize))
 				pos += skip
 				if err := d.advance(skip); err != nil {
 					return err

@@ -23,7 +23,7 @@ const (
 	deviceSlotSize   = 128 // sizeof(struct erofs_deviceslot)
 	deviceSlotOffset = superOffset + superSize
 	deviceTag        = "harena-blob"
-	blobDevice       = 1 // device_id of the first extra device
+	blobDevice       = 1 // device_id of the image's own blob; those of other layers follow
 
 	slotSize  = 32 // inodes start at multiples of it; a NID counts them
 	inodeSize = 64 // sizeof(struct erofs_inode_extended)
@@ -45,10 +45,12 @@ const (
 	maxXattrBodySize = xattrHeaderSize + xattrEntrySize*(1<<16-2)
 	maxXattrValue    = 1<<16 - 1
 
-	// The first inode follows the device slot in block 0: the root, whose NID
-	// must fit 16 bits. NID 0 is never used: readdir callers skip inode 0.
-	firstInode = deviceSlotOffset + deviceSlotSize
+	maxTagLen = 64
 )
+
+// firstInode follows the device slots in block 0: the root, whose NID must fit 16
+// bits. NID 0 is never used: readdir callers skip inode 0.
+func firstInode(devices int) int64 { return deviceSlotOffset + int64(devices)*deviceSlotSize }
 
 // Chunks grow with the file so that no index has more than 2^maxIndexBits
 // entries while a file streams, and stop at 2^maxChunkBits blocks (4 GiB).
@@ -121,10 +123,16 @@ func decodeDevice(d uint32) (major, minor uint32) {
 
 // superblock holds the fields that Harena's images use.
 type superblock struct {
-	rootNID    uint16
-	inodes     uint64
-	blocks     uint32 // of the metadata image
-	blobBlocks uint32
+	rootNID uint16
+	inodes  uint64
+	blocks  uint32 // of the metadata image
+	devices []Device
+}
+
+// Device is a slot of an image's device table.
+type Device struct {
+	Tag    string // of a blob of another layer its SHA-256, 64 hexadecimal digits
+	Blocks uint32 // of 4096 bytes
 }
 
 // encode fills block 0, whose other content (the first inodes) is in place, and
@@ -138,11 +146,13 @@ func (s superblock) encode(block []byte) {
 	le.PutUint64(b[16:], s.inodes)
 	le.PutUint32(b[36:], s.blocks)
 	le.PutUint32(b[80:], incompatChunkedFile|incompatDeviceTable)
-	le.PutUint16(b[86:], 1) // extra devices
+	le.PutUint16(b[86:], uint16(len(s.devices)))
 	le.PutUint16(b[88:], deviceSlotOffset/deviceSlotSize)
-	slot := block[deviceSlotOffset:]
-	copy(slot, deviceTag)
-	le.PutUint32(slot[64:], s.blobBlocks)
+	for i, d := range s.devices {
+		slot := block[deviceSlotOffset+i*deviceSlotSize:]
+		copy(slot[:maxTagLen], d.Tag)
+		le.PutUint32(slot[64:], d.Blocks)
+	}
 	le.PutUint32(b[4:], superChecksum(block))
 }
 

@@ -9,7 +9,7 @@ import (
 
 // layout is a tree with every inode's place in the metadata image decided.
 //
-//	block 0: superblock, device slot, the root's inode …
+//	block 0: superblock, device slots, the root's inode …
 //	         inodes, each with attributes and an inline tail or a chunk index
 //	then     blocks of directories and of long symbolic links
 type layout struct {
@@ -20,14 +20,17 @@ type layout struct {
 	end     int64 // of the inodes
 }
 
-// planLayout decides where everything goes. Children of a directory are placed
+// collectLayout orders the inodes of a tree. Children of a directory are placed
 // together, in the order of their names, so that listing it reads few blocks.
-func planLayout(root *inode) (*layout, error) {
-	l := &layout{end: firstInode, order: []*inode{root}}
+func collectLayout(root *inode) (*layout, error) {
+	l := &layout{order: []*inode{root}}
 	root.nlink = 2
-	if err := l.collect(root, root); err != nil {
-		return nil, err
-	}
+	return l, l.collect(root, root)
+}
+
+// placeAll decides where everything goes; the devices are known by now.
+func (l *layout) placeAll() error {
+	l.end = firstInode(len(l.super.devices))
 	var outside uint64 // blocks behind the inodes
 	for k, i := range l.order {
 		i.number = uint32(k + 1)
@@ -36,15 +39,15 @@ func planLayout(root *inode) (*layout, error) {
 	}
 	first := uint64(alignUp(l.end, blockSize) / blockSize)
 	if first+outside > maxBlocks {
-		return nil, errs.OverLimit(errs.Invalid, "metadata of a layer, in blocks of 4 KiB", maxBlocks, first+outside)
+		return errs.OverLimit(errs.Invalid, "metadata of a layer, in blocks of 4 KiB", maxBlocks, first+outside)
 	}
 	for _, i := range l.order {
 		i.block += uint32(first)
 	}
 	l.super.blocks = uint32(first + outside)
 	l.super.inodes = uint64(len(l.order))
-	l.super.rootNID = uint16(root.nid())
-	return l, nil
+	l.super.rootNID = uint16(l.order[0].nid())
+	return nil
 }
 
 // collect settles the names of a directory and everything below it.

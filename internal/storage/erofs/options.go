@@ -27,11 +27,13 @@ const (
 
 // Options says how a tree is turned into an image.
 type Options struct {
-	// KeepTrusted keeps trusted.overlay.{opaque,redirect…} as they are (for
-	// snapshots); otherwise all trusted.* attributes are dropped with a warning:
-	// they would let an archive steer overlayfs. What names the inodes of the
-	// upper layer it came from (origin, impure, nlink, uuid …) is always dropped,
-	// and a file that is metadata only (metacopy) is refused.
+	// KeepTrusted keeps trusted.overlay.opaque as it is (for snapshots); otherwise
+	// all trusted.* attributes are dropped with a warning: they would let an archive
+	// steer overlayfs. What names the inodes of the upper layer it came from
+	// (origin, impure, nlink, uuid …) is always dropped. A file that is metadata only
+	// (metacopy) and a directory with its content elsewhere (redirect) are refused:
+	// overlays that are mounted metacopy=off,redirect_dir=nofollow make none, and
+	// follow none.
 	KeepTrusted bool
 	// OCIWhiteouts translates .wh.NAME and .wh..wh..opq of tars into overlay
 	// whiteouts (character device 0:0) and opaque directories; off for plain tars.
@@ -44,6 +46,15 @@ type Options struct {
 	// about every name below the root, directories before what is in them, from the
 	// goroutine that calls FromDir. What it drops is not read.
 	Choose func(path string, st *unix.Stat_t) Choice
+	// Parents are data blobs of other layers: content that one of them has is
+	// referred to instead of stored, the first that has it wins. Those that are
+	// referred to become extra devices of the image; see Result.Extra.
+	Parents []*Blob
+	// Index, if set, gets the chunk index of the blob that is written.
+	Index io.Writer
+	// Filter, if set, is asked about every name of a directory ("a/b", directories
+	// before what is in them) what to do with it. mode is st_mode.
+	Filter func(path string, mode uint32) Verdict
 	// Progress, if set, is told the bytes of file content read so far, holes
 	// included, about once a MiB.
 	Progress func(doneBytes int64)
@@ -62,13 +73,27 @@ const (
 	TakeIfNotEmpty
 )
 
+// Verdict is what becomes of a name of a directory that is read.
+type Verdict int
+
+// The verdicts.
+const (
+	Keep  Verdict = iota
+	Omit          // as if it were not there, nor anything below it
+	Erase         // an overlay whiteout takes its place: what lower layers have there is hidden
+)
+
 // Result describes the images written.
 type Result struct {
-	MetaBytes    int64    // size of the metadata image, a multiple of 4096
-	BlobBytes    int64    // size of the data blob, a multiple of 4096, may be 0
-	LogicalBytes int64    // sum of the sizes of the regular files, each counted once
-	Files        int64    // names in the tree, the root not counted
-	Warnings     []string // what was left out or changed; at most 101
+	MetaBytes    int64 // size of the metadata image, a multiple of 4096
+	BlobBytes    int64 // size of the data blob, a multiple of 4096, may be 0
+	LogicalBytes int64 // sum of the sizes of the regular files, each counted once
+	Files        int64 // names in the tree, the root not counted
+	// Extra are the blobs of other layers that the image refers to, in the order of
+	// its device slots from 2 on; ExtraUsed the bytes of each, every block counted once.
+	Extra     []*Blob
+	ExtraUsed []int64
+	Warnings  []string // what was left out or changed; at most 101
 }
 
 // writeOutput makes an error of writing an image; a full disk gets its own.
@@ -120,8 +145,12 @@ func newBuilder(ctx context.Context, meta, blob *os.File, o Options) (*builder, 
 			return nil, writeOutput(err)
 		}
 	}
+	w := newBlobWriter(blob)
+	if err := w.lookIn(o.Parents); err != nil {
+		return nil, err
+	}
 	root := &inode{mode: modeDir | 0o755, dir: &directory{}}
-	return &builder{ctx: ctx, o: o, meta: meta, blob: newBlobWriter(blob), root: root, attrs: make(map[string]string), dropped: make(map[string]dropped)}, nil
+	return &builder{ctx: ctx, o: o, meta: meta, blob: w, root: root, attrs: make(map[string]string), dropped: make(map[string]dropped)}, nil
 }
 
 func (b *builder) warn(format string, args ...any) {
@@ -191,14 +220,30 @@ func (b *builder) advance(n int64) error {
 }
 
 func (b *builder) finish() (*Result, error) {
-	if err := b.blob.flush(); err != nil {
-		return nil, err
-	}
-	l, err := planLayout(b.root)
+	l, err := collectLayout(b.root)
 	if err != nil {
 		return nil, err
 	}
-	l.super.blobBlocks = b.blob.blocks
+	extra, used, err := b.settle(l.order)
+	if err != nil {
+		return nil, err
+	}
+	if err := b.blob.flush(); err != nil {
+		return nil, err
+	}
+	l.super.devices = []Device{{Tag: deviceTag, Blocks: b.blob.blocks}}
+	for _, e := range extra {
+		l.super.devices = append(l.super.devices, Device{Tag: e.Name, Blocks: uint32(e.Size / blockSize)})
+	}
+	if b.o.Index != nil {
+		if err := b.blob.table.writeIndex(b.o.Index, b.blob.blocks); err != nil {
+			return nil, err
+		}
+	}
+	b.blob.table = chunkTable{} // its memory is for the layout
+	if err := l.placeAll(); err != nil {
+		return nil, err
+	}
 	if err := l.write(b.ctx, b.meta); err != nil {
 		return nil, err
 	}
@@ -210,6 +255,8 @@ func (b *builder) finish() (*Result, error) {
 		BlobBytes:    int64(b.blob.blocks) * blockSize,
 		LogicalBytes: l.logical,
 		Files:        l.names,
+		Extra:        extra,
+		ExtraUsed:    used,
 		Warnings:     b.allWarnings(),
 	}, nil
 }

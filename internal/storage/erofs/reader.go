@@ -1,20 +1,27 @@
 package erofs
 
 import (
+	"bytes"
+	"fmt"
 	"io"
+	"slices"
 	"time"
 
 	"github.com/harena-dev/harena/internal/errs"
 )
 
-// Image is an open pair of images as FromTar and FromDir write them; other EROFS
+// Image is an open image as FromTar, FromDir and Merge write them; other EROFS
 // images are refused. The bytes are not trusted: every offset is checked before
 // it is used, and nothing is allocated by what a field claims. Methods may be
 // used concurrently if the readers may.
 type Image struct {
-	meta, blob io.ReaderAt
-	super      superblock
+	meta  io.ReaderAt
+	blobs []io.ReaderAt // in the order of the device slots; none: metadata only
+	super superblock
 }
+
+// Devices returns the device table: the image's own blob first.
+func (m *Image) Devices() []Device { return slices.Clone(m.super.devices) }
 
 // Entry is one name of an image.
 type Entry struct {
@@ -57,43 +64,65 @@ func readAt(r io.ReaderAt, p []byte, off int64, what string) error {
 	return errs.E(errs.Internal, "read %s: %w", what, err)
 }
 
-// Open checks the superblock and that both files are as long as it says.
-func Open(meta, blob io.ReaderAt) (*Image, error) {
+// Open checks the superblock and that all files are as long as it says. blobs are
+// those of the device table, in its order; without any, only the metadata can be read.
+func Open(meta io.ReaderAt, blobs ...io.ReaderAt) (*Image, error) {
 	block := make([]byte, blockSize)
 	if err := readAt(meta, block, 0, "metadata image"); err != nil {
 		return nil, err
 	}
-	b := block[superOffset:]
-	if le.Uint32(b) != superMagic {
-		return nil, errs.E(errs.Invalid, "not a layer image: the EROFS magic number is missing")
+	super, err := decodeSuper(block)
+	if err != nil {
+		return nil, err
 	}
-	if le.Uint32(b[4:]) != superChecksum(block) {
-		return nil, damaged("the checksum of the superblock is wrong")
+	if err := checkLength(meta, super.blocks, "metadata image"); err != nil {
+		return nil, err
 	}
-	if b[12] != blockBits || b[13] != 0 || b[90] != 0 || le.Uint32(b[40:]) != 0 ||
-		le.Uint32(b[80:]) != incompatChunkedFile|incompatDeviceTable ||
-		le.Uint16(b[86:]) != 1 || le.Uint16(b[88:]) != deviceSlotOffset/deviceSlotSize {
-		return nil, errs.E(errs.Unsupported, "the EROFS image uses features that Harena's layers do not").
-			WithHint("import its content as a directory or tar archive")
+	if n := len(super.devices); len(blobs) > 0 && len(blobs) != n {
+		return nil, errs.E(errs.Invalid, "the layer image has %d data blobs, %d were given", n, len(blobs))
 	}
-	img := &Image{meta: meta, blob: blob, super: superblock{
-		rootNID:    le.Uint16(b[14:]),
-		inodes:     le.Uint64(b[16:]),
-		blocks:     le.Uint32(b[36:]),
-		blobBlocks: le.Uint32(block[deviceSlotOffset+64:]),
-	}}
-	for _, f := range []struct {
-		r      io.ReaderAt
-		blocks uint32
-		what   string
-	}{{meta, img.super.blocks, "metadata image"}, {blob, img.super.blobBlocks, "data blob"}} {
-		if f.blocks > 0 {
-			if err := readAt(f.r, block[:1], int64(f.blocks)*blockSize-1, f.what); err != nil {
-				return nil, err
-			}
+	for i, r := range blobs {
+		if err := checkLength(r, super.devices[i].Blocks, fmt.Sprintf("data blob %d", i+1)); err != nil {
+			return nil, err
 		}
 	}
-	return img, nil
+	return &Image{meta: meta, blobs: blobs, super: super}, nil
+}
+
+func checkLength(r io.ReaderAt, blocks uint32, what string) error {
+	if blocks == 0 {
+		return nil
+	}
+	return readAt(r, make([]byte, 1), int64(blocks)*blockSize-1, what)
+}
+
+// decodeSuper decodes block 0.
+func decodeSuper(block []byte) (superblock, error) {
+	var s superblock
+	b := block[superOffset:]
+	if le.Uint32(b) != superMagic {
+		return s, errs.E(errs.Invalid, "not a layer image: the EROFS magic number is missing")
+	}
+	if le.Uint32(b[4:]) != superChecksum(block) {
+		return s, damaged("the checksum of the superblock is wrong")
+	}
+	devices := int(le.Uint16(b[86:]))
+	if b[12] != blockBits || b[13] != 0 || b[90] != 0 || le.Uint32(b[40:]) != 0 ||
+		le.Uint32(b[80:]) != incompatChunkedFile|incompatDeviceTable ||
+		devices < 1 || devices > 1+MaxDevices || le.Uint16(b[88:]) != deviceSlotOffset/deviceSlotSize {
+		return s, errs.E(errs.Unsupported, "the EROFS image uses features that Harena's layers do not").
+			WithHint("import its content as a directory or tar archive")
+	}
+	s = superblock{rootNID: le.Uint16(b[14:]), inodes: le.Uint64(b[16:]), blocks: le.Uint32(b[36:])}
+	for i := range devices {
+		slot := block[deviceSlotOffset+i*deviceSlotSize:]
+		if le.Uint32(slot[68:]) != 0 {
+			return s, errs.E(errs.Unsupported, "the EROFS image addresses its devices as one")
+		}
+		tag, _, _ := bytes.Cut(slot[:maxTagLen], []byte{0})
+		s.devices = append(s.devices, Device{Tag: string(tag), Blocks: le.Uint32(slot[64:])})
+	}
+	return s, nil
 }
 
 // readMeta reads from the metadata image, within its declared size.

@@ -19,7 +19,7 @@ type inode struct {
 	data     extents
 	dir      *directory // set for directories only
 
-	// Set by planLayout.
+	// Set by collectLayout and placeAll.
 	number uint32
 	nlink  uint32
 	layout uint16
@@ -34,7 +34,7 @@ type directory struct {
 	opaque bool                // overlay: hides what is below
 	hides  map[string]struct{} // names that an archive removes from the layers below
 
-	entries []dirent // set by planLayout, which drops names
+	entries []dirent // set by collectLayout, which drops names
 }
 
 // dirent is a name of a directory, "." and ".." included.

@@ -2,6 +2,7 @@ package erofs
 
 import (
 	"bytes"
+	"fmt"
 	"io"
 
 	"github.com/harena-dev/harena/internal/errs"
@@ -16,34 +17,50 @@ type walker struct {
 	limit   int64
 }
 
+// root returns the root directory.
+func (m *Image) root() (*Entry, error) {
+	root, err := m.entry(uint64(m.super.rootNID))
+	if err == nil && root.Mode&modeFmt != modeDir {
+		err = damaged("the root is not a directory")
+	}
+	return root, err
+}
+
+// maxNames returns how many names the image can have: they lie in blocks of one
+// directory only.
+func (m *Image) maxNames() int64 { return int64(m.super.blocks) * (blockSize / (direntSize + 1)) }
+
 // Walk calls fn for every name of the image, directories before what is in them
 // and names in byte order; the root comes first as ".". It stops at the first
 // error and returns it.
 func (m *Image) Walk(fn func(path string, e *Entry) error) error {
-	root, err := m.entry(uint64(m.super.rootNID))
+	root, err := m.root()
 	if err != nil {
 		return err
-	}
-	if root.Mode&modeFmt != modeDir {
-		return damaged("the root is not a directory")
 	}
 	if err := fn(".", root); err != nil {
 		return err
 	}
-	w := &walker{
-		img: m, visit: fn, dirs: map[uint64]struct{}{root.NID: {}},
-		// Names lie in blocks of one directory only, so the image bounds them.
-		limit: int64(m.super.blocks) * (blockSize / (direntSize + 1)),
-	}
+	w := &walker{img: m, visit: fn, dirs: map[uint64]struct{}{root.NID: {}}, limit: m.maxNames()}
 	return w.walk(root, root, "")
 }
 
 func (w *walker) walk(dir, parent *Entry, path string) error {
+	return w.img.readDir(dir, path, func(n rawDirent) error {
+		if w.entries++; w.entries > w.limit {
+			return damaged("directories share blocks")
+		}
+		return w.name(n, dir, parent, path)
+	})
+}
+
+// readDir calls fn for every name of a directory, "." and ".." included.
+func (m *Image) readDir(dir *Entry, path string, fn func(rawDirent) error) error {
 	block := make([]byte, blockSize)
 	last := ""
 	for off := int64(0); off < dir.Size; off += blockSize {
 		p := block[:min(blockSize, dir.Size-off)]
-		if err := w.img.readFlat(dir, p, off); err != nil {
+		if err := m.readFlat(dir, p, off); err != nil {
 			return err
 		}
 		names, err := parseDirents(p)
@@ -55,10 +72,7 @@ func (w *walker) walk(dir, parent *Entry, path string) error {
 				return damaged("the names of directory %q are not sorted", path)
 			}
 			last = n.name
-			if w.entries++; w.entries > w.limit {
-				return damaged("directories share blocks")
-			}
-			if err := w.name(n, dir, parent, path); err != nil {
+			if err := fn(n); err != nil {
 				return err
 			}
 		}
@@ -192,8 +206,58 @@ func (e *Entry) readChunk(p []byte, off int64) (int, error) {
 		return len(p), nil
 	}
 	blocks := alignUp(end-start, blockSize) / blockSize
-	if device != blobDevice || int64(block)+blocks > int64(e.img.super.blobBlocks) {
-		return 0, damaged("content of inode %d lies outside the data blob", e.NID)
+	if err := e.img.checkRun(e, device, block, blocks); err != nil {
+		return 0, err
 	}
-	return len(p), readAt(e.img.blob, p, int64(block)*blockSize+off-start, "data blob")
+	if len(e.img.blobs) == 0 {
+		return 0, errs.E(errs.Precondition, "the image was opened without its data blobs")
+	}
+	return len(p), readAt(e.img.blobs[device-1], p, int64(block)*blockSize+off-start, fmt.Sprintf("data blob %d", device))
+}
+
+// checkRun refuses blocks that no device of the image has.
+func (m *Image) checkRun(e *Entry, device uint16, block uint32, blocks int64) error {
+	if device < 1 || int(device) > len(m.super.devices) || int64(block)+blocks > int64(m.super.devices[device-1].Blocks) {
+		return damaged("content of inode %d lies outside the data blobs", e.NID)
+	}
+	return nil
+}
+
+// extents returns where the content of a regular file lies, as whole blocks; the
+// devices are those of the device table, from 1 on. budget bounds the chunks read,
+// and is reduced by them.
+func (e *Entry) extents(budget *int64) (extents, error) {
+	if e.Size == 0 {
+		return nil, nil
+	}
+	bits := blockBits + e.i.union&chunkBitsMask
+	left := alignUp(e.Size, blockSize) / blockSize
+	step := int64(1) << (bits - blockBits)
+	chunks := (left + step - 1) / step
+	if *budget -= chunks; *budget < 0 {
+		return nil, damaged("the content of inode %d has more chunks than the image has room for", e.NID)
+	}
+	var out extents
+	at := alignUp(e.body, chunkIndexSize)
+	buf := make([]byte, min(chunks*chunkIndexSize, blockSize))
+	for chunks > 0 {
+		p := buf[:min(chunks*chunkIndexSize, int64(len(buf)))]
+		if err := e.img.readMeta(p, at); err != nil {
+			return nil, err
+		}
+		at += int64(len(p))
+		for ; len(p) > 0; p = p[chunkIndexSize:] {
+			n := min(step, left)
+			to := place{le.Uint16(p[2:]), le.Uint32(p[4:])}
+			if to.at == nullBlock {
+				to.device = 0
+			} else if err := e.img.checkRun(e, to.device, to.at, n); err != nil {
+				return nil, err
+			}
+			out = out.add(to, uint32(n))
+			left -= n
+			chunks--
+		}
+	}
+	return out, nil
 }

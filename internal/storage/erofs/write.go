@@ -123,7 +123,7 @@ func (w *imageWriter) writeChunkIndex(i *inode) {
 		for done := uint64(0); done < uint64(e.n); done += uint64(step) {
 			at, device := uint32(nullBlock), uint16(0)
 			if e.at != nullBlock {
-				at, device = e.at+uint32(done), blobDevice
+				at, device = e.at+uint32(done), e.device
 			}
 			buf = le.AppendUint16(buf, 0)
 			buf = le.AppendUint16(buf, device)

@@ -55,20 +55,20 @@ func attrName(index byte, suffix string) string {
 	return ""
 }
 
-// verdict is what becomes of an attribute.
-type verdict int
+// attrVerdict is what becomes of an attribute.
+type attrVerdict int
 
 const (
-	attrKeep verdict = iota
-	attrDrop         // silently: it means nothing outside the upper layer
-	attrWarn         // drop and say so
+	attrKeep attrVerdict = iota
+	attrDrop             // silently: it means nothing outside the upper layer
+	attrWarn             // drop and say so
 	attrRefuse
 )
 
 // judge decides which attributes get into a layer. It is the boundary against
 // attributes that steer overlayfs (redirect and metacopy injection) and against
 // labels of the machine that made the tree.
-func judge(name string, keepTrusted bool) verdict {
+func judge(name string, keepTrusted bool) attrVerdict {
 	switch {
 	case name == nameCapability, name == nameACLAccess, name == nameACLDefault:
 		return attrKeep
@@ -76,9 +76,9 @@ func judge(name string, keepTrusted bool) verdict {
 		return attrKeep
 	case strings.HasPrefix(name, overlayPrefix) && keepTrusted:
 		switch strings.TrimPrefix(name, overlayPrefix) {
-		case "opaque", "redirect", "whiteout", "xwhiteouts":
+		case "opaque", "whiteout", "xwhiteouts":
 			return attrKeep
-		case "metacopy":
+		case "metacopy", "redirect":
 			return attrRefuse
 		}
 		// origin, impure, nlink, uuid, upper, protattr, verity: about inodes
@@ -105,7 +105,7 @@ func (b *builder) encodeAttrs(path string, attrs map[string]string) (string, err
 			continue
 		case attrRefuse:
 			return "", errs.E(errs.Invalid, "its content is in another layer (extended attribute %q)", name).
-				WithHint("mount the overlay with metacopy=off before its upper layer is packed")
+				WithHint("mount the overlay with metacopy=off,redirect_dir=nofollow before its upper layer is packed")
 		}
 		var err error
 		if out, err = appendAttr(out, name, attrs[name]); err != nil {

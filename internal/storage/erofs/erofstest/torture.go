@@ -181,8 +181,6 @@ func (b *maker) attributes() {
 	}
 	b.mkdir("attrs/opaque")
 	b.setxattr("attrs/opaque", "trusted.overlay.opaque", []byte("y"))
-	b.mkdir("attrs/redirected")
-	b.setxattr("attrs/redirected", "trusted.overlay.redirect", []byte("/some/path"))
 	b.mkdir("attrs/acl")
 	b.file("attrs/acl/file", []byte("x"))
 	b.setxattr("attrs/acl/file", "system.posix_acl_access", acl(6, 4, 4, 4, 0))
