@@ -2,18 +2,22 @@ package main
 
 import (
 	"context"
+	"errors"
 	"net/http"
 	"path/filepath"
 	"runtime"
 
 	guestv1 "github.com/harena-dev/harena/api/harena/guest/v1"
+	harenav1 "github.com/harena-dev/harena/api/harena/v1"
 	"github.com/harena-dev/harena/api/harena/v1/harenav1connect"
 	"github.com/harena-dev/harena/internal/cgroup"
 	"github.com/harena-dev/harena/internal/sandbox"
 	"github.com/harena-dev/harena/internal/supervisor"
 	"github.com/harena-dev/harena/internal/supervisor/exec"
 	"github.com/harena-dev/harena/internal/supervisor/files"
+	"github.com/harena-dev/harena/internal/supervisor/journal"
 	"github.com/harena-dev/harena/internal/supervisor/launch"
+	"github.com/harena-dev/harena/internal/supervisor/oplog"
 	"github.com/harena-dev/harena/internal/supervisor/users"
 )
 
@@ -60,6 +64,16 @@ func (c container) Services(e supervisor.Env) (supervisor.Services, error) {
 	fileService = files.New(files.Config{
 		SandboxID: id, Starter: c.Sandbox, Users: lookup, DefaultUser: defaultUser, Activity: e.Activity, Log: e.Log,
 	})
+	ops, err := journal.Open(filepath.Join(e.Launch.GetDir(), "commands", "ops"), journal.Ops)
+	if err != nil {
+		return supervisor.Services{}, err
+	}
+	opLog, err := oplog.Open(oplog.Config{
+		Dir: filepath.Join(e.Launch.GetDir(), "log"), Header: logHeader(e.Launch), Log: e.Log,
+	})
+	if err != nil {
+		return supervisor.Services{}, err
+	}
 	execService, err := exec.New(exec.Config{
 		SandboxID: id,
 		Hostname:  e.Launch.GetHostname(),
@@ -77,8 +91,11 @@ func (c container) Services(e supervisor.Env) (supervisor.Services, error) {
 			}
 			return n
 		},
-		Activity: e.Activity,
-		Log:      e.Log,
+		Activity:  e.Activity,
+		Log:       e.Log,
+		Journal:   ops,
+		OpLog:     opLog,
+		FilesOnly: e.Launch.GetFilesOnly(),
 	})
 	if err != nil {
 		return supervisor.Services{}, err
@@ -102,9 +119,19 @@ func (c container) Services(e supervisor.Env) (supervisor.Services, error) {
 			},
 		},
 		Running: execService.Running,
+		Hold:    execService.Hold,
 		Close: func() error {
 			fileService.Close()
-			return execService.Close()
+			return errors.Join(execService.Close(), opLog.Close())
 		},
 	}, nil
+}
+
+// logHeader says what a sandbox is made from, for those who run its log again.
+func logHeader(l *guestv1.Launch) *harenav1.LogHeader {
+	h := &harenav1.LogHeader{SandboxId: l.GetSandboxId(), Spec: l.GetSpec()}
+	for i := len(l.GetLowers()) - 1; i >= 0; i-- {
+		h.Layers = append(h.Layers, "sha256:"+filepath.Base(l.GetLowers()[i]))
+	}
+	return h
 }

@@ -19,7 +19,7 @@ type Use struct {
 }
 
 // Enter begins a call into a sandbox. It waits, for a bounded time, for one that is still being created. files says that the
-// call is about files only: those of a failed sandbox can still be used. precondition: the sandbox does not run.
+// call is about files, or what was recorded: those of a failed sandbox can still be used. precondition: the sandbox does not run.
 func (e *Edge) Enter(ctx context.Context, id sandbox.ID, files bool) (*Use, error) {
 	b, err := e.find(id)
 	if err != nil {
@@ -119,7 +119,7 @@ func notRunning(r *Record) error {
 	err := errs.E(errs.Precondition, "sandbox %s is %s%s", r.ID(), r.State, why).On("sandbox %s", r.ID())
 	switch r.State {
 	case sandbox.Failed:
-		return err.WithHint("its files can still be read; `harena stop` removes it")
+		return err.WithHint("its files and its log can still be read; `harena stop` removes it")
 	case sandbox.Stopped, sandbox.Stopping:
 		return err.WithHint("create a new one")
 	}

@@ -34,7 +34,7 @@ func New(edge *lifecycle.Edge, c Config) http.Handler {
 	mux.Handle(harenav1connect.NewEventServiceHandler(eventService{edge: edge}, options))
 	r := newRelay(edge, c.Log)
 	mux.HandleFunc(prefix(harenav1connect.ExecServiceName), func(w http.ResponseWriter, req *http.Request) {
-		r.serve(w, req, req.Header.Get(SandboxHeader), false)
+		r.serve(w, req, req.Header.Get(SandboxHeader), records[req.URL.Path])
 	})
 	mux.HandleFunc(prefix(harenav1connect.FileServiceName), func(w http.ResponseWriter, req *http.Request) {
 		r.serve(w, req, req.Header.Get(SandboxHeader), true)
@@ -57,6 +57,17 @@ func New(edge *lifecycle.Edge, c Config) http.Handler {
 		mux.HandleFunc(path, func(w http.ResponseWriter, _ *http.Request) { _, _ = w.Write([]byte("ok\n")) })
 	}
 	return mux
+}
+
+// records are calls of ExecService that tell what was recorded, also of a failed sandbox: its supervisor for files answers an
+// operation that is repeated from the journal, and starts nothing.
+var records = map[string]bool{
+	harenav1connect.ExecServiceRunProcedure:          true,
+	harenav1connect.ExecServiceStartProcedure:        true,
+	harenav1connect.ExecServiceConnectProcedure:      true,
+	harenav1connect.ExecServiceListCommandsProcedure: true,
+	harenav1connect.ExecServiceListSessionsProcedure: true,
+	harenav1connect.ExecServiceLogProcedure:          true,
 }
 
 func prefix(service string) string { return "/" + service + "/" }

@@ -2,6 +2,7 @@ package exec
 
 import (
 	"context"
+	"errors"
 	"sync"
 
 	"github.com/harena-dev/harena/internal/errs"
@@ -52,6 +53,9 @@ func (k *calls) do(ctx context.Context, id string, hash digest, f func() (any, e
 	}
 	select {
 	case <-c.done:
+		if errors.Is(c.err, errGivenUp) && ctx.Err() == nil {
+			return k.do(ctx, id, hash, f)
+		}
 		return c.value, c.err
 	case <-ctx.Done():
 		return nil, ctx.Err()

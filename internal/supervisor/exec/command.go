@@ -2,6 +2,7 @@ package exec
 
 import (
 	"context"
+	"crypto/sha256"
 	"errors"
 	"path/filepath"
 	"sync"
@@ -50,6 +51,9 @@ type command struct {
 	first   time.Time
 	shared  bool // another command ran at the same time
 	timeout *time.Timer
+	// left is what the clock of the time-out had left when it was started, at due; 0 when there is none.
+	left time.Duration
+	due  time.Time
 	// killed: the time-out struck; exited: the main process is gone.
 	killed, exited bool
 	giveUp         context.CancelCauseFunc
@@ -79,6 +83,9 @@ func (s *Service) newCommand(number uint64, id string) *command {
 		c.streams[i] = &stream{c: c, i: i, name: name, rec: record{
 			name: name, dir: filepath.Join(s.cfg.RecordDir, id), reserve: s.reserve,
 		}}
+		if s.opLog != nil {
+			c.streams[i].rec.sum = sha256.New()
+		}
 	}
 	return c
 }
@@ -121,10 +128,8 @@ func (c *command) supervise(ctx context.Context, timeout time.Duration) {
 	defer giveUp(nil)
 	c.mu.Lock()
 	c.giveUp = giveUp
-	if timeout > 0 {
-		c.timeout = time.AfterFunc(timeout, c.strike)
-	}
 	c.mu.Unlock()
+	c.limit(timeout)
 
 	exit, err := c.proc.Wait(ctx)
 	ended := time.Now()
@@ -237,21 +242,24 @@ func (c *command) publish(r *harenav1.Result) {
 		}
 	}
 	if c.opID != "" {
-		for _, st := range c.streams {
-			if err := st.persist(); err != nil {
-				c.s.cfg.Log.Warn("output of an operation is not on disk", "command", c.id, "stream", st.name, "error", err)
-			}
-		}
+		e := entryOf(c)
+		small := c.s.journal.Room()
+		e.Stdout, e.Stderr = c.streams[0].persist(small), c.streams[1].persist(small)
 		c.mu.Lock()
 		count()
 		c.mu.Unlock()
-		if err := c.s.journal.finish(c, r); err != nil {
+		c.s.logEnd(c, r)
+		c.s.opLog.Sync()
+		if err := finish(c.s.journal, e, r); err != nil {
 			c.s.cfg.Log.Error("journal a result", "command", c.id, "error", err)
 		}
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	count()
+	if c.opID == "" {
+		c.s.logEnd(c, r)
+	}
 	c.result = r
 	c.end()
 	if r.Detached {
@@ -270,6 +278,10 @@ func (c *command) fail(err error) {
 	if kerr := c.group.path.Kill(); kerr != nil {
 		c.s.cfg.Log.Error("kill a command", "command", c.id, "error", kerr)
 	}
+	if c.opID != "" {
+		c.s.journal.Leave(c.opID)
+	}
+	c.s.logLost(c, err)
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.broken = err

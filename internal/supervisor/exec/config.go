@@ -39,12 +39,15 @@ package exec
 import (
 	"log/slog"
 	"os"
+	"path/filepath"
 	"time"
 
 	harenav1 "github.com/harena-dev/harena/api/harena/v1"
 	"github.com/harena-dev/harena/internal/cgroup"
 	"github.com/harena-dev/harena/internal/errs"
 	"github.com/harena-dev/harena/internal/sandbox"
+	"github.com/harena-dev/harena/internal/supervisor/journal"
+	"github.com/harena-dev/harena/internal/supervisor/oplog"
 	"github.com/harena-dev/harena/internal/supervisor/users"
 	"github.com/harena-dev/harena/internal/supervisor/zygote"
 )
@@ -73,6 +76,12 @@ type Config struct {
 	// Activity is told of every call and of every command that ends; may be nil.
 	Activity func()
 	Log      *slog.Logger
+	// Journal of the sandbox's operations; default: one of its own, in RecordDir.
+	Journal *journal.Journal
+	// OpLog is the sandbox's operation log; may be nil.
+	OpLog *oplog.Log
+	// FilesOnly: the sandbox has failed. Nothing is started any more; what was recorded is told.
+	FilesOnly bool
 	// Now is the clock of timestamps; default time.Now.
 	Now    func() time.Time
 	Limits Limits
@@ -82,7 +91,7 @@ type Config struct {
 type Limits struct {
 	Running     int           // commands that run or are detached; 512
 	Ended       int           // ended commands that are kept; 1,000
-	Ops         int           // op_ids a sandbox may use, ever; 65,536
+	Ops         int           // op_ids of a Journal that the service makes itself; journal.Ops
 	RecordBytes int64         // in files, of all commands; 2 GiB
 	EndedMemory int64         // recorded in memory, of all ended commands; 1 MiB
 	Grace       time.Duration // for streams that a child holds; 200 ms
@@ -113,7 +122,6 @@ const (
 func (l Limits) withDefaults() Limits {
 	def(&l.Running, 512)
 	def(&l.Ended, 1000)
-	def(&l.Ops, 65536)
 	def(&l.RecordBytes, 2<<30)
 	def(&l.EndedMemory, 1<<20)
 	def(&l.Grace, 200*time.Millisecond)
@@ -153,5 +161,10 @@ func (c *Config) complete() error {
 	if c.Now == nil {
 		c.Now = time.Now
 	}
-	return nil
+	if c.Journal != nil {
+		return nil
+	}
+	var err error
+	c.Journal, err = journal.Open(filepath.Join(c.RecordDir, "ops"), c.Limits.Ops)
+	return err
 }

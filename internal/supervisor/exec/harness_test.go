@@ -24,6 +24,7 @@ import (
 	"github.com/harena-dev/harena/api/harena/v1/harenav1connect"
 	"github.com/harena-dev/harena/internal/cgroup"
 	"github.com/harena-dev/harena/internal/errs"
+	"github.com/harena-dev/harena/internal/supervisor/oplog"
 	"github.com/harena-dev/harena/internal/supervisor/users"
 	"github.com/harena-dev/harena/internal/supervisor/zygote"
 )
@@ -231,6 +232,11 @@ func (l testLog) Write(p []byte) (int, error) {
 // start makes the service and serves it.
 func (r *rig) start() {
 	r.t.Helper()
+	var err error
+	r.cfg.Journal = nil // of its own, as each supervisor has
+	if r.cfg.OpLog, err = oplog.Open(oplog.Config{Dir: filepath.Join(r.cfg.RecordDir, "log"), Header: &harenav1.LogHeader{SandboxId: sandboxID}}); err != nil {
+		r.t.Fatal(err)
+	}
 	s, err := New(r.cfg)
 	if err != nil {
 		r.t.Fatal(err)

@@ -16,6 +16,7 @@ import (
 
 	harenav1 "github.com/harena-dev/harena/api/harena/v1"
 	"github.com/harena-dev/harena/internal/errs"
+	"github.com/harena-dev/harena/internal/supervisor/journal"
 )
 
 // forget removes a command that was admitted and not started.
@@ -26,9 +27,18 @@ func (s *Service) forget(c *command) {
 	defer s.mu.Unlock()
 	delete(s.alive, c.id)
 	s.running--
-	if c.opID != "" {
-		delete(s.ops, c.opID)
-		s.journal.count--
+	if c.opID == "" {
+		return
+	}
+	delete(s.ops, c.opID)
+	select {
+	case <-s.cfg.Spawner.Done():
+		// It may have been started all the same, just before the sandbox ended.
+		s.journal.Leave(c.opID)
+	default:
+		if err := s.journal.Cancel(c.opID); err != nil {
+			s.cfg.Log.Error("forget an operation that was not started", "command", c.id, "error", err)
+		}
 	}
 }
 
@@ -160,6 +170,9 @@ func (s *Service) find(id string) (*command, error) {
 	if c := s.endedIDs[id]; c != nil {
 		return c, nil
 	}
+	if e := s.unfinished[id]; e != nil {
+		return nil, e.Indeterminate()
+	}
 	return nil, errs.E(errs.NotFound, "there is no command %.40q", id).On("command %.40s", id).
 		WithHint("`harena commands` lists running commands and the last %d that ended", s.cfg.Limits.Ended)
 }
@@ -178,34 +191,35 @@ func (s *Service) list() []*command {
 
 // operation finds the command of an op_id, in memory or in the journal; nil
 // when there is none. opMu is held.
-func (s *Service) operation(opID string) (*command, error) {
+func (s *Service) operation(opID string, hash digest) (*command, error) {
 	s.mu.Lock()
 	c := s.ops[opID]
 	s.mu.Unlock()
 	if c != nil {
 		return c, nil
 	}
-	e, err := s.journal.load(opID)
-	if err != nil {
+	take := s.journal.Take
+	if s.cfg.FilesOnly {
+		take = s.journal.Load // nothing is begun
+	}
+	e, err := take(opID)
+	switch {
+	case err != nil || e == nil:
 		return nil, err
-	}
-	if e == nil {
-		if s.journal.count >= s.journal.limit {
-			return nil, errs.OverLimit(errs.Quota, "op_ids of a sandbox", s.journal.limit, s.journal.count+1).
-				WithHint("leave op_id out, or use a new sandbox")
+	case e.Kind != "":
+		return nil, journal.Used(opID, "a file operation, "+e.Kind)
+	case e.Result == nil:
+		// Another request under its ID is an error in any case.
+		if e.Request != hash.String() {
+			return nil, journal.Used(opID, "another command, "+e.Command)
 		}
-		s.journal.count++
-		return nil, nil
-	}
-	if e.Result == nil {
-		return nil, errs.E(errs.Precondition, "indeterminate: operation %q (command %s) was started, and its end was not recorded because the supervisor ended", opID, e.Command).
-			On("command %s", e.Command).WithHint("find out in the sandbox how far it came; it is never run again under this op_id")
+		return nil, e.Indeterminate()
 	}
 	return s.restore(e)
 }
 
 // restore makes a command from its journal entry.
-func (s *Service) restore(e *entry) (*command, error) {
+func (s *Service) restore(e *journal.Entry) (*command, error) {
 	c := s.newCommand(e.Number, e.Command)
 	c.opID, c.line, c.user, c.tag, c.tty, c.pid, c.begun = e.OpID, e.Line, e.User, e.Tag, e.Pty, e.Pid, e.Begun
 	b, err := hex.DecodeString(e.Request)
@@ -221,6 +235,10 @@ func (s *Service) restore(e *entry) (*command, error) {
 	for i, r := range []*harenav1.StreamRecord{c.result.GetStdout(), c.result.GetStderr()} {
 		st := c.streams[i]
 		st.eof, st.total, st.rec.size, st.rec.gone, st.rec.full = true, r.GetTotal(), r.GetRecorded(), true, true
+		if inline := [][]byte{e.Stdout, e.Stderr}[i]; int64(len(inline)) == st.rec.size {
+			st.rec.mem, st.rec.gone = inline, false
+			continue
+		}
 		if info, err := os.Stat(st.rec.path()); err == nil {
 			// A detached command went on printing after its result.
 			st.rec.inFile, st.rec.gone, st.rec.size = true, false, info.Size()
@@ -234,22 +252,24 @@ func (s *Service) restore(e *entry) (*command, error) {
 
 // recover reads what an earlier supervisor of this sandbox left behind.
 func (s *Service) recover() error {
-	entries, err := s.journal.all()
+	entries, err := s.journal.All()
 	if err != nil {
 		return err
 	}
-	s.journal.count = len(entries)
-	slices.SortFunc(entries, func(a, b *entry) int { return cmp.Compare(a.Number, b.Number) })
+	for _, e := range entries {
+		if e.Kind == "" && e.Result == nil {
+			s.unfinished[e.Command] = e
+		}
+	}
+	entries = slices.DeleteFunc(entries, func(e *journal.Entry) bool { return e.Kind != "" || e.Result == nil })
+	slices.SortFunc(entries, func(a, b *journal.Entry) int { return cmp.Compare(a.Number, b.Number) })
 	known := map[string]bool{}
 	for _, e := range entries {
-		if e.Result == nil {
-			continue
-		}
+		known[e.Command] = true
 		c, err := s.restore(e)
 		if err != nil {
 			return err
 		}
-		known[c.id] = true
 		s.ops[c.opID] = c
 		s.fileBytes += c.fileBytes()
 		s.keep(c)
@@ -308,7 +328,7 @@ func (n *numbers) reserve() {
 	}
 	n.reserved = n.last + numberBlock
 	if err == nil {
-		err = writeFile(n.file, []byte(strconv.FormatUint(n.reserved, 10)), false)
+		err = writeFile(n.file, []byte(strconv.FormatUint(n.reserved, 10)))
 	}
 	if err != nil {
 		n.failed(err)

@@ -20,6 +20,9 @@ type input struct {
 	accepted int64 // guarded by turn
 	midLine  bool  // guarded by turn: the last byte for a terminal was not a newline
 
+	// note is told what a caller sent, in order.
+	note func(data []byte, eof bool)
+
 	mu     sync.Mutex
 	file   *os.File // nil when closed
 	tty    bool     // the file belongs to the output stream
@@ -38,7 +41,7 @@ const (
 )
 
 func newInput(f *os.File, tty bool) *input {
-	in := &input{turn: make(chan struct{}, 1), file: f, tty: tty}
+	in := &input{turn: make(chan struct{}, 1), file: f, tty: tty, note: func([]byte, bool) {}}
 	if f == nil {
 		in.closed = inputNone
 	}
@@ -107,13 +110,15 @@ func (in *input) send(ctx context.Context, data []byte, offset *int64, eof bool)
 		}
 		return in.accepted, why.err()
 	}
-	if err := in.write(ctx, data); err != nil {
-		return in.accepted, err
+	before := in.accepted
+	err := in.write(ctx, data)
+	if n := in.accepted - before; n > 0 || eof && err == nil {
+		in.note(data[:n], eof && err == nil)
 	}
-	if eof {
-		return in.accepted, in.end(ctx)
+	if err == nil && eof {
+		err = in.end(ctx)
 	}
-	return in.accepted, nil
+	return in.accepted, err
 }
 
 // write writes all of data, or counts what was accepted before an error.

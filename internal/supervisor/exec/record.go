@@ -3,6 +3,7 @@ package exec
 import (
 	"errors"
 	"fmt"
+	"hash"
 	"os"
 	"path/filepath"
 )
@@ -18,7 +19,8 @@ type record struct {
 	reserve func(n int64) bool
 
 	size int64
-	mem  []byte // the whole record, while inFile is false; append-only
+	sum  hash.Hash // of all that is recorded; nil when nobody wants it
+	mem  []byte    // the whole record, while inFile is false; append-only
 	// inFile: the record is in the file. file is open while the pump lives.
 	inFile bool
 	file   *os.File

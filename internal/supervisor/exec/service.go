@@ -18,12 +18,15 @@ import (
 	harenav1 "github.com/harena-dev/harena/api/harena/v1"
 	"github.com/harena-dev/harena/api/harena/v1/harenav1connect"
 	"github.com/harena-dev/harena/internal/errs"
+	"github.com/harena-dev/harena/internal/supervisor/journal"
+	"github.com/harena-dev/harena/internal/supervisor/oplog"
 )
 
 // Service implements harenav1connect.ExecServiceHandler for one sandbox.
 type Service struct {
 	cfg     Config
-	journal journal
+	journal *journal.Journal
+	opLog   *oplog.Log
 	calls   calls
 	streams atomic.Int64 // attached readers
 	chunks  sync.Pool
@@ -38,12 +41,15 @@ type Service struct {
 	mu      sync.Mutex
 	closing bool
 	numbers numbers
+	held    bool
 	running int // started or starting, without a result
 	// alive are commands of which something runs, ended those that are kept, oldest first.
-	alive       map[string]*command
-	ended       []*command
-	endedIDs    map[string]*command
-	ops         map[string]*command // by op_id, of alive and ended
+	alive    map[string]*command
+	ended    []*command
+	endedIDs map[string]*command
+	ops      map[string]*command // by op_id, of alive and ended
+	// unfinished are operations of an earlier supervisor whose end is not known, by command.
+	unfinished  map[string]*journal.Entry
 	endedMemory int64
 	fileBytes   int64
 }
@@ -62,12 +68,14 @@ func New(cfg Config) (*Service, error) {
 		return nil, err
 	}
 	s := &Service{
-		cfg:      cfg,
-		journal:  journal{dir: filepath.Join(cfg.RecordDir, "ops"), limit: cfg.Limits.Ops},
-		chunks:   sync.Pool{New: func() any { return new(chunk) }},
-		alive:    map[string]*command{},
-		endedIDs: map[string]*command{},
-		ops:      map[string]*command{},
+		cfg:        cfg,
+		journal:    cfg.Journal,
+		opLog:      cfg.OpLog,
+		chunks:     sync.Pool{New: func() any { return new(chunk) }},
+		alive:      map[string]*command{},
+		endedIDs:   map[string]*command{},
+		ops:        map[string]*command{},
+		unfinished: map[string]*journal.Entry{},
 	}
 	s.ctx, s.cancel = context.WithCancel(context.Background())
 	s.numbers = numbers{file: filepath.Join(cfg.RecordDir, "numbers"), failed: func(err error) {
@@ -315,7 +323,13 @@ func (s *Service) Signal(ctx context.Context, req *connect.Request[harenav1.Sign
 	}
 	c, err := s.lookup(ctx, m.GetSandboxId(), m.GetCommandId())
 	if err == nil {
-		_, err = s.once(ctx, m.GetRequestId(), "signal", m, func() (any, error) { return nil, c.signal(sig, m.GetTree()) })
+		_, err = s.once(ctx, m.GetRequestId(), "signal", m, func() (any, error) {
+			err := c.signal(sig, m.GetTree())
+			if err == nil {
+				s.logSignal(c, signalName(int(sig)), m.GetTree())
+			}
+			return nil, err
+		})
 	}
 	if err != nil {
 		return nil, errs.ToConnect(err)

@@ -3,6 +3,7 @@ package exec
 import (
 	"context"
 	"crypto/sha256"
+	"errors"
 	"fmt"
 	"time"
 
@@ -36,29 +37,35 @@ func (s *Service) begin(ctx context.Context, cmd *harenav1.Command, requestID st
 		return nil, nil, false, err
 	}
 	attached = true
-	v, err := s.calls.do(ctx, requestID, hash, func() (any, error) {
-		c, fresh, err := s.admit(cmd, hash)
-		if err != nil || !fresh {
+	for {
+		v, err := s.calls.do(ctx, requestID, hash, func() (any, error) {
+			c, fresh, err := s.admit(cmd, hash)
+			if err != nil || !fresh {
+				return c, err
+			}
+			attached = false
+			r, err = s.launch(ctx, c, cmd, follow)
 			return c, err
+		})
+		if err != nil {
+			return nil, nil, false, err
 		}
-		attached = false
-		r, err = s.launch(ctx, c, cmd, follow)
-		return c, err
-	})
-	if err != nil {
-		return nil, nil, false, err
-	}
-	c = v.(*command)
-	if r != nil {
-		return c, r, attached, nil
-	}
-	select {
-	case <-c.ready:
-	case <-ctx.Done():
-		return nil, nil, false, ctx.Err()
-	}
-	if c.startErr != nil {
-		return nil, nil, false, c.startErr
+		c = v.(*command)
+		if r != nil {
+			return c, r, attached, nil
+		}
+		select {
+		case <-c.ready:
+		case <-ctx.Done():
+			return nil, nil, false, ctx.Err()
+		}
+		if c.startErr == nil {
+			break
+		}
+		if !attached || !errors.Is(c.startErr, errGivenUp) {
+			return nil, nil, false, c.startErr
+		}
+		// Another call began it and went away before it was started: now it is this one's.
 	}
 	if follow {
 		r, err = c.attach([2]int64{}, false)
@@ -66,13 +73,16 @@ func (s *Service) begin(ctx context.Context, cmd *harenav1.Command, requestID st
 	return c, r, attached, err
 }
 
+// errGivenUp: the call that was to start a command ended before it had.
+var errGivenUp = errors.New("the call ended before the command was started")
+
 // admit registers a new command, or returns the one that has its op_id.
 func (s *Service) admit(cmd *harenav1.Command, hash digest) (c *command, fresh bool, err error) {
 	if cmd.GetOpId() != "" {
 		// Looking an operation up and registering it are one step.
 		s.opMu.Lock()
 		defer s.opMu.Unlock()
-		c, err := s.operation(cmd.GetOpId())
+		c, err := s.operation(cmd.GetOpId(), hash)
 		if err != nil {
 			return nil, false, err
 		}
@@ -83,6 +93,17 @@ func (s *Service) admit(cmd *harenav1.Command, hash digest) (c *command, fresh b
 			}
 			return c, false, nil
 		}
+	}
+	if s.cfg.FilesOnly {
+		return nil, false, errs.E(errs.Precondition, "sandbox %s has failed: it runs no commands any more", s.cfg.SandboxID).On("sandbox %s", s.cfg.SandboxID).
+			WithHint("its files, its log and the results of operations can still be read; `harena stop` removes it")
+	}
+	if cmd.GetOpId() != "" {
+		defer func() {
+			if err != nil {
+				err = errors.Join(err, s.journal.Cancel(cmd.GetOpId()))
+			}
+		}()
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -146,8 +167,7 @@ func (s *Service) launch(ctx context.Context, c *command, cmd *harenav1.Command,
 	resolved := time.Now()
 
 	if c.opID != "" {
-		undo = append(undo, func() { s.journal.cancel(c) })
-		if err = s.journal.start(c); err != nil {
+		if err = s.journal.Start(entryOf(c)); err != nil {
 			return nil, err
 		}
 	}
@@ -161,11 +181,12 @@ func (s *Service) launch(ctx context.Context, c *command, cmd *harenav1.Command,
 	}
 	undo = append(undo, d.closeAll)
 	c.in = newInput(d.in, d.tty)
+	c.in.note = func(data []byte, eof bool) { s.logInput(c, data, eof) }
 	rest := c.in.fill(cmd.GetStdin())
 	c.spec.Stdin, c.spec.Stdout, c.spec.Stderr, c.spec.Cgroup = d.stdin, d.stdout, d.stderr, c.group.dir
 	c.oomsThen = s.cfg.OOMKills()
 	if err := ctx.Err(); err != nil {
-		return nil, fmt.Errorf("the call ended before the command was started: %w", err)
+		return nil, fmt.Errorf("%w: %w", errGivenUp, err)
 	}
 	forking := time.Now()
 	if c.proc, err = s.cfg.Spawner.Spawn(s.ctx, c.spec); err != nil {
@@ -173,6 +194,7 @@ func (s *Service) launch(ctx context.Context, c *command, cmd *harenav1.Command,
 	}
 	d.closeTheirs()
 	c.spec.Stdin, c.spec.Stdout, c.spec.Stderr = nil, nil, nil
+	s.logStart(c, cmd)
 	c.timings = []*harenav1.Timing{timing("resolve", resolved.Sub(c.clock)), timing("spawn", time.Since(forking))}
 	c.follow(d, cmd.GetMaxOutput())
 	if follow {

@@ -3,11 +3,14 @@ package exec
 import (
 	"errors"
 	"os"
+	"path/filepath"
 	"sync"
 	"syscall"
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/harena-dev/harena/internal/supervisor/journal"
 )
 
 // stream is one output of a command.
@@ -281,6 +284,9 @@ func (st *stream) keep(p []byte) int {
 	if !toFile {
 		r.mem = append(r.mem, p...)
 	}
+	if c.s.opLog != nil {
+		r.sum.Write(p)
+	}
 	r.size += int64(n)
 	st.total += int64(n)
 	st.win.start = st.total
@@ -319,17 +325,27 @@ func (st *stream) toFile() error {
 	return nil
 }
 
-// persist puts the record on disk, to survive the supervisor.
-func (st *stream) persist() error {
+// persist makes the record survive the supervisor: on disk, or returned to be kept elsewhere, if that is wanted and it is small.
+func (st *stream) persist(small bool) []byte {
 	st.appending.Lock()
 	defer st.appending.Unlock()
-	if st.rec.size == 0 {
-		return nil
+	if st.rec.size == 0 || small && !st.rec.inFile && st.rec.size <= journal.InlineOutput {
+		return st.rec.mem
 	}
-	if err := st.toFile(); err != nil {
-		return err
+	err := st.toFile()
+	if err == nil {
+		err = st.rec.file.Sync()
 	}
-	return st.rec.file.Sync()
+	if err == nil {
+		err = syncDir(st.rec.dir)
+	}
+	if err == nil {
+		err = syncDir(filepath.Dir(st.rec.dir))
+	}
+	if err != nil {
+		st.c.s.cfg.Log.Warn("output of an operation is not on disk", "command", st.c.id, "stream", st.name, "error", err)
+	}
+	return nil
 }
 
 // close releases what the pump used; it has ended.

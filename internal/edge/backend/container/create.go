@@ -145,6 +145,7 @@ func launchMessage(c backend.Config, p cgroup.Paths) *guestv1.Launch {
 		Socket:    filepath.Join(c.Dir, claim.Socket),
 		FilesOnly: c.FilesOnly,
 		ShmBytes:  shmBytes,
+		Spec:      c.Spec,
 		Cgroups: &guestv1.Cgroups{
 			Tracking:      string(p.Work),
 			V1:            p.V1,
