@@ -124,7 +124,7 @@ func (s *S3) fail(ctx context.Context, what string, err error) error {
 	case r.Code == minio.NoSuchBucket:
 		return errs.E(errs.Precondition, "%s: the store at %s has no bucket %s", what, s.o.Endpoint, s.o.Bucket).
 			WithHint("create the bucket, or correct the store's URL")
-	case r.Code == "InvalidAccessKeyId", r.Code == "SignatureDoesNotMatch", r.StatusCode == http.StatusUnauthorized:
+	case r.Code == "InvalidAccessKeyId", r.Code == "SignatureDoesNotMatch", strings.HasSuffix(r.Code, "UserNotFound"), r.StatusCode == http.StatusUnauthorized:
 		return errs.E(errs.Unauthenticated, "%s: the store at %s does not accept the credentials: %s", what, s.o.Endpoint, r.Code).
 			WithHint("set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the credentials file")
 	case r.StatusCode == http.StatusForbidden:
@@ -137,10 +137,10 @@ func (s *S3) fail(ctx context.Context, what string, err error) error {
 	return errs.E(errs.Internal, "%s: the store at %s answers %s (%d): %s", what, s.o.Endpoint, r.Code, r.StatusCode, r.Message)
 }
 
-// absent tells a missing object from a missing bucket.
+// absent tells a missing object from other things that servers call not found, such as buckets and users.
 func absent(err error) bool {
 	var r minio.ErrorResponse
-	return errors.As(err, &r) && r.StatusCode == http.StatusNotFound && r.Code != minio.NoSuchBucket
+	return errors.As(err, &r) && (r.Code == minio.NoSuchKey || r.Code == minio.NoSuchUpload)
 }
 
 // Get implements Store.

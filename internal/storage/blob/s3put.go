@@ -32,7 +32,7 @@ func (s *S3) Put(ctx context.Context, name string, r io.Reader) error {
 	if n < s3Part {
 		return s.o.Retry.within(ctx, func() error {
 			_, err := s.client.PutObject(ctx, s.o.Bucket, s.prefix+name, bytes.NewReader(first.Bytes()), n, "", hexSum(first.Bytes()),
-				minio.PutObjectOptions{ContentType: contentType})
+				putOptions())
 			if err != nil {
 				return s.fail(ctx, "put object "+name, err)
 			}
@@ -42,7 +42,11 @@ func (s *S3) Put(ctx context.Context, name string, r io.Reader) error {
 	return s.putParts(ctx, name, first.Bytes(), r)
 }
 
-const contentType = "application/octet-stream"
+// putOptions let the client sign the digest of the body that it is given, over HTTP as over HTTPS. What it does by itself
+// over HTTP, chunks that are signed one by one, is not understood by every server (versitygw and empty objects).
+func putOptions() minio.PutObjectOptions {
+	return minio.PutObjectOptions{ContentType: "application/octet-stream", DisableContentSha256: true}
+}
 
 func hexSum(b []byte) string {
 	sum := sha256.Sum256(b)
@@ -54,7 +58,7 @@ func (s *S3) putParts(ctx context.Context, name string, first []byte, r io.Reade
 	key := s.prefix + name
 	var id string
 	err := s.o.Retry.within(ctx, func() (err error) {
-		id, err = s.client.NewMultipartUpload(ctx, s.o.Bucket, key, minio.PutObjectOptions{ContentType: contentType})
+		id, err = s.client.NewMultipartUpload(ctx, s.o.Bucket, key, putOptions())
 		if err != nil {
 			return s.fail(ctx, "begin to put object "+name, err)
 		}
@@ -163,7 +167,7 @@ func (s *S3) sendPart(ctx context.Context, name, id string, number int, b []byte
 	digest := hexSum(b)
 	err := s.o.Retry.within(ctx, func() (err error) {
 		p, err = s.client.PutObjectPart(ctx, s.o.Bucket, s.prefix+name, id, number, bytes.NewReader(b), int64(len(b)),
-			minio.PutObjectPartOptions{Sha256Hex: digest})
+			minio.PutObjectPartOptions{Sha256Hex: digest, DisableContentSha256: true})
 		if err != nil {
 			return s.fail(ctx, "put a part of object "+name, err)
 		}
