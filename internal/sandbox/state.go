@@ -71,3 +71,6 @@ func (s State) Next(to State) (State, error) {
 func (s State) CanExec() bool {
 	return s == Running || s == Pausing || s == Paused || s == Resuming
 }
+
+// CanPause reports whether a sandbox in s takes part in pausing and resuming a group.
+func (s State) CanPause() bool { return s == Creating || s.CanExec() }

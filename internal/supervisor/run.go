@@ -77,6 +77,8 @@ type Services struct {
 	Handlers map[string]func() http.Handler
 	// Running counts running commands and the streams attached to them.
 	Running func() (commands, streams int)
+	// Hold stops the clocks of time-outs, and lets them go on.
+	Hold func(on bool)
 	// Close ends what the services keep running outside the sandbox.
 	Close func() error
 }

@@ -122,6 +122,14 @@ func (s *supervisor) Status(context.Context, *connect.Request[guestv1.StatusRequ
 	return connect.NewResponse(r), nil
 }
 
+// Hold implements guestv1connect.GuestServiceHandler.
+func (s *supervisor) Hold(_ context.Context, r *connect.Request[guestv1.HoldRequest]) (*connect.Response[guestv1.HoldResponse], error) {
+	if s.services.Hold != nil {
+		s.services.Hold(r.Msg.GetHeld())
+	}
+	return connect.NewResponse(&guestv1.HoldResponse{}), nil
+}
+
 // Shutdown implements guestv1connect.GuestServiceHandler.
 func (s *supervisor) Shutdown(ctx context.Context, r *connect.Request[guestv1.ShutdownRequest]) (*connect.Response[guestv1.ShutdownResponse], error) {
 	grace := time.Duration(r.Msg.GetGraceMillis()) * time.Millisecond

@@ -19,6 +19,9 @@ type Snapshot struct {
 	Pids, PidsMax   int64 // on the whole node
 	FDs, FDsMax     int64 // of this process
 	Cores           float64
+	// Swap of the node; and what zram devices take of memory for what is swapped to them, and what is swapped to disk.
+	SwapTotal, SwapFree     int64
+	ZramBytes, DiskSwapUsed int64
 	// Pressure is PSI "some avg10" in percent of memory, cpu, io; nil when the kernel has none.
 	Pressure map[string]float64
 }
@@ -29,6 +32,8 @@ type Load struct {
 	RangesFree int // host ID ranges
 	// Recent is how many were admitted since the snapshot was taken: it does not show their memory yet.
 	Recent int
+	// Returning is memory that resumed sandboxes will touch again at any moment, in bytes.
+	Returning int64
 }
 
 // Limits are what a node keeps for itself. The zero value of a field means that there is no such limit.
@@ -84,7 +89,7 @@ func Decide(s Snapshot, load Load, l Limits, a Ask) error {
 	}
 	// A sandbox that may never use much is not asked to leave room for more.
 	n := int64(load.Recent) + 1
-	memory := min(a.Memory, memoryEach)*n + l.MemoryReserve
+	memory := min(a.Memory, memoryEach)*n + l.MemoryReserve + load.Returning
 	checks := []struct {
 		what       string
 		have, want int64
@@ -114,6 +119,16 @@ func Decide(s Snapshot, load Load, l Limits, a Ask) error {
 		if now, known := s.Pressure[p.resource]; known && p.limit > 0 && now > p.limit {
 			return refuse(p.resource+" pressure of this node", fmt.Sprintf("%.0f%%", p.limit), fmt.Sprintf("%.0f%% now", now), "wait, or use another node")
 		}
+	}
+	return nil
+}
+
+// DecideResume returns nil, or a capacity error, for a paused sandbox of whose memory so much is in swap: it comes back into
+// memory as it is touched. A paused sandbox has no claim on the memory that it gave back: others may have it now. What zram
+// frees meanwhile is not counted on: it is less, and comes later.
+func DecideResume(s Snapshot, returning int64, l Limits, swapped int64) error {
+	if want := swapped + returning + l.MemoryReserve; s.MemoryAvailable >= 0 && s.MemoryAvailable < want {
+		return refuse("available memory of this node", mib(s.MemoryAvailable), mib(want), "stop or pause other sandboxes, then try again")
 	}
 	return nil
 }

@@ -29,6 +29,10 @@ func (p Probe) Snapshot() Snapshot {
 	if b, err := os.ReadFile(p.proc("meminfo")); err == nil {
 		m := keyed(b, ":")
 		s.MemoryTotal, s.MemoryAvailable = kib(m["MemTotal"]), kib(m["MemAvailable"])
+		s.SwapTotal, s.SwapFree = max(0, kib(m["SwapTotal"])), max(0, kib(m["SwapFree"]))
+	}
+	if s.SwapTotal > 0 {
+		s.ZramBytes, s.DiskSwapUsed = p.swaps()
 	}
 	var st unix.Statfs_t
 	if err := unix.Statfs(p.Dir, &st); err == nil {
@@ -93,6 +97,40 @@ func (p Probe) proc(name string) string {
 		root = "/proc"
 	}
 	return filepath.Join(root, name)
+}
+
+// swaps reads what zram devices take of memory for what was swapped to them, and how much is in swap elsewhere.
+func (p Probe) swaps() (zram, disk int64) {
+	b, err := os.ReadFile(p.proc("swaps"))
+	if err != nil {
+		return 0, 0
+	}
+	lines := strings.Split(strings.TrimSpace(string(b)), "\n")
+	for _, line := range lines[1:] {
+		// Filename, type, size, used (KiB), priority; spaces in names are escaped.
+		f := strings.Fields(line)
+		if len(f) != 5 {
+			continue
+		}
+		name := filepath.Base(f[0])
+		if !strings.HasPrefix(name, "zram") {
+			disk += max(0, number(f[3])) << 10
+			continue
+		}
+		// The third number is mem_used_total (Documentation/admin-guide/blockdev/zram.rst).
+		stat, err := os.ReadFile(filepath.Join(p.sys(), "block", name, "mm_stat"))
+		if n := strings.Fields(string(stat)); err == nil && len(n) > 2 {
+			zram += max(0, number(n[2]))
+		}
+	}
+	return zram, disk
+}
+
+func (p Probe) sys() string {
+	if p.Proc == "" {
+		return "/sys"
+	}
+	return filepath.Join(p.Proc, "../sys")
 }
 
 // countFDs uses the size of /proc/PID/fd, which since Linux 6.2 is the number of open descriptors; older kernels say 0.

@@ -51,6 +51,10 @@ type Backend interface {
 	Freeze(ctx context.Context, id sandbox.ID) error
 	// Thaw lets everything run again, whoever froze it. Idempotent; no error for a sandbox that is not frozen.
 	Thaw(ctx context.Context, id sandbox.ID) error
+	// Reclaim takes back the memory of a frozen sandbox, to swap where it must be kept, until hardly anything is left, nothing
+	// more can be taken, or ctx ends, which is no error. What was taken comes back as it is touched. Errors: unsupported,
+	// not-found.
+	Reclaim(ctx context.Context, id sandbox.ID) (Reclaimed, error)
 	// Usage reads counters of the sandbox; zero for what the node cannot tell.
 	Usage(id sandbox.ID) (Usage, error)
 	// Destroy kills everything in the sandbox and releases all it holds outside Dir. Idempotent; also for IDs that were
@@ -72,6 +76,24 @@ type Usage struct {
 	OOMKills    int64 // processes killed for want of memory, ever
 	PidsHits    int64 // forks refused by the pids limit, ever
 	Frozen      bool  // by Freeze
+}
+
+// Reclaimed is what a Reclaim came to, in bytes.
+type Reclaimed struct {
+	// Before and After are charged to the sandbox.
+	Before int64 `json:"before"`
+	After  int64 `json:"after"`
+	// Swapped went to swap; CacheDropped was cached content of files.
+	Swapped      int64 `json:"swapped"`
+	CacheDropped int64 `json:"cache_dropped"`
+	// Anonymous stayed, and can go nowhere but to swap.
+	Anonymous int64 `json:"anonymous"`
+}
+
+// Prefetcher is what a backend may be beside: able to bring back ahead of need what a Reclaim swapped.
+type Prefetcher interface {
+	// Prefetch reads at most limit bytes of the sandbox's memory back from swap; it returns how many it asked for.
+	Prefetch(ctx context.Context, id sandbox.ID, limit int64) (int64, error)
 }
 
 // Leak is a resource that nobody owns.

@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/harena-dev/harena/internal/cgroup"
+	"github.com/harena-dev/harena/internal/edge/backend"
 	"github.com/harena-dev/harena/internal/sandbox"
 )
 
@@ -47,4 +48,17 @@ func (b *Backend) group(id sandbox.ID) (*cgroup.Group, error) {
 		return nil, err // a name such as "control" must not become a path
 	}
 	return b.cgroups.Group(string(id)), nil
+}
+
+// Reclaim implements backend.Backend.
+func (b *Backend) Reclaim(ctx context.Context, id sandbox.ID) (backend.Reclaimed, error) {
+	group, err := b.group(id)
+	if err != nil {
+		return backend.Reclaimed{}, err
+	}
+	if err := b.fault("reclaim"); err != nil {
+		return backend.Reclaimed{}, err
+	}
+	r, err := group.Reclaim(ctx)
+	return backend.Reclaimed{Before: r.Before, After: r.After, Swapped: r.Swapped, CacheDropped: r.CacheDropped, Anonymous: r.Anonymous}, err
 }

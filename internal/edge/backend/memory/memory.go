@@ -24,6 +24,8 @@ type Options struct {
 	Name string
 	// Delay is how long Create takes.
 	Delay time.Duration
+	// ReclaimTakes is how long Reclaim takes.
+	ReclaimTakes time.Duration
 	// Fail, when set, is asked before each method's effect, with the method's name; an error is returned as it is.
 	Fail func(method string, id sandbox.ID) error
 	// Status, when set, edits what a supervisor answers.
@@ -164,6 +166,34 @@ func (b *Backend) Thaw(_ context.Context, id sandbox.ID) error {
 	return nil
 }
 
+// Reclaim implements backend.Backend. Until ctx ends it takes as long as ReclaimTakes says.
+func (b *Backend) Reclaim(ctx context.Context, id sandbox.ID) (backend.Reclaimed, error) {
+	if err := b.fail("reclaim", id); err != nil {
+		return backend.Reclaimed{}, err
+	}
+	if b.opts.ReclaimTakes > 0 {
+		select {
+		case <-ctx.Done():
+		case <-time.After(b.opts.ReclaimTakes):
+		}
+	}
+	n := b.node
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	e := n.sandboxes[id]
+	if e == nil || !e.complete {
+		return backend.Reclaimed{}, errs.E(errs.NotFound, "sandbox %s is not there", id)
+	}
+	r := backend.Reclaimed{Before: e.usage.MemoryBytes}
+	if ctx.Err() != nil {
+		r.After, r.Anonymous = r.Before, r.Before
+		return r, nil
+	}
+	r.Swapped = r.Before
+	e.usage.MemoryBytes = 0
+	return r, nil
+}
+
 func (b *Backend) freeze(id sandbox.ID, on bool) error {
 	n := b.node
 	n.mu.Lock()
@@ -242,6 +272,16 @@ func (g guest) Status(context.Context, *connect.Request[guestv1.StatusRequest]) 
 		g.node.status(g.id, s)
 	}
 	return connect.NewResponse(s), nil
+}
+
+// Hold implements GuestService.
+func (g guest) Hold(_ context.Context, r *connect.Request[guestv1.HoldRequest]) (*connect.Response[guestv1.HoldResponse], error) {
+	g.node.mu.Lock()
+	defer g.node.mu.Unlock()
+	if e := g.node.sandboxes[g.id]; e != nil {
+		e.held = r.Msg.GetHeld()
+	}
+	return connect.NewResponse(&guestv1.HoldResponse{}), nil
 }
 
 // Shutdown implements GuestService.

@@ -37,6 +37,7 @@ type entry struct {
 	dead     bool
 	files    bool
 	frozen   bool
+	held     bool
 	usage    backend.Usage
 	conns    map[net.Conn]bool
 	reason   string
@@ -101,6 +102,14 @@ func (n *Node) SetUsage(id sandbox.ID, u backend.Usage) {
 	if e := n.sandboxes[id]; e != nil {
 		e.usage = u
 	}
+}
+
+// Held reports whether the clocks of a sandbox's commands rest.
+func (n *Node) Held(id sandbox.ID) bool {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	e := n.sandboxes[id]
+	return e != nil && e.held
 }
 
 // Frozen reports whether a sandbox is frozen.
