@@ -5,7 +5,10 @@ SHELL := /bin/bash
 GO ?= go
 VERSION ?= $(shell git describe --tags --always --dirty 2>/dev/null || echo dev)
 TOOLS := $(shell scripts/tools-dir)
-export PATH := $(TOOLS):$(PATH)
+# Real S3 servers that tests start: a small one always, SeaweedFS (16 minutes of a processor to build) for make soak.
+VERSITYGW := $(shell scripts/tools-dir versitygw)
+SEAWEEDFS := $(shell scripts/tools-dir seaweedfs)
+export PATH := $(TOOLS):$(VERSITYGW):$(SEAWEEDFS):$(PATH)
 # Tests and benchmarks start nodes of their own, whatever node the shell is set to.
 unexport HARENA_URL HARENA_TOKEN HARENA_PROJECT
 LDFLAGS := -s -w -X main.version=$(VERSION)
@@ -31,6 +34,10 @@ setup:
 tools: $(TOOLS)/.complete
 $(TOOLS)/.complete: tools/go.mod tools/go.sum
 	scripts/tools-build $(TOOLS)
+$(VERSITYGW)/.complete: tools/versitygw/go.mod tools/versitygw/go.sum
+	scripts/tools-build $(VERSITYGW) versitygw
+$(SEAWEEDFS)/.complete: tools/seaweedfs/go.mod tools/seaweedfs/go.sum
+	scripts/tools-build $(SEAWEEDFS) seaweedfs
 
 generate: tools
 	cd api && buf lint && buf generate
@@ -48,7 +55,7 @@ lint: tools $(ZYGOTE)
 demo: setup build
 	scripts/demo
 
-unit: $(ZYGOTE)
+unit: $(ZYGOTE) $(VERSITYGW)/.complete
 	$(GO) test -race -timeout 15m ./internal/... ./sdk/... ./cmd/... | { grep --line-buffered -v '\[no test files\]' || true; }
 
 scenario: build
@@ -66,7 +73,7 @@ test:
 	done; echo "== all passed in $$((SECONDS - begin)) s"
 
 # The same scenarios, fuzz targets and benchmarks at full counts; writes docs/reports/soak.md.
-soak: setup build
+soak: setup build $(SEAWEEDFS)/.complete
 	scripts/soak
 
 # Every measure of harena bench, on a node of its own.
