@@ -52,6 +52,17 @@ func (c container) Services(e supervisor.Env) (supervisor.Services, error) {
 	groups := e.Launch.GetCgroups()
 	defaultUser := e.Launch.GetProcess().GetUser()
 
+	ops, err := journal.Open(filepath.Join(e.Launch.GetDir(), "commands", "ops"), journal.Ops)
+	if err != nil {
+		return supervisor.Services{}, err
+	}
+	opLog, err := oplog.Open(oplog.Config{
+		Dir: filepath.Join(e.Launch.GetDir(), "log"), Header: logHeader(e.Launch), Log: e.Log,
+	})
+	if err != nil {
+		return supervisor.Services{}, err
+	}
+
 	// Users are found in files, and files are worked on as users.
 	var fileService *files.Service
 	lookup := users.New(users.Config{
@@ -63,17 +74,8 @@ func (c container) Services(e supervisor.Env) (supervisor.Services, error) {
 	})
 	fileService = files.New(files.Config{
 		SandboxID: id, Starter: c.Sandbox, Users: lookup, DefaultUser: defaultUser, Activity: e.Activity, Log: e.Log,
+		Journal: ops, OpLog: opLog,
 	})
-	ops, err := journal.Open(filepath.Join(e.Launch.GetDir(), "commands", "ops"), journal.Ops)
-	if err != nil {
-		return supervisor.Services{}, err
-	}
-	opLog, err := oplog.Open(oplog.Config{
-		Dir: filepath.Join(e.Launch.GetDir(), "log"), Header: logHeader(e.Launch), Log: e.Log,
-	})
-	if err != nil {
-		return supervisor.Services{}, err
-	}
 	execService, err := exec.New(exec.Config{
 		SandboxID: id,
 		Hostname:  e.Launch.GetHostname(),

@@ -33,6 +33,8 @@ type call struct {
 	spoilt bool
 	// failed means that the worker has said that the operation failed.
 	failed bool
+	// sent means that the worker has all that it needs to complete a change.
+	sent bool
 }
 
 // class is what an operation may take.
@@ -186,6 +188,14 @@ func (c *call) info() (*harenav1.FileInfo, error) {
 
 // broken says why the pipes failed. The worker is of no use after that.
 func (c *call) broken(err error) error {
+	err = c.whyBroken(err)
+	if c.sent {
+		return &unknownOutcome{err}
+	}
+	return err
+}
+
+func (c *call) whyBroken(err error) error {
 	c.spoilt = true
 	switch {
 	case c.ctx.Err() != nil:
@@ -243,6 +253,7 @@ func (c *call) upload(source io.Reader) (*harenav1.FileInfo, error) {
 			return nil, c.abort(err)
 		}
 	}
+	c.sent = true
 	if err := c.put(frameEnd, nil); err != nil {
 		return nil, err
 	}

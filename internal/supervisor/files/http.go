@@ -262,11 +262,31 @@ func (s *Service) putFile(w http.ResponseWriter, r *http.Request, sub subject) e
 	if err != nil {
 		return err
 	}
-	info, err := s.put(r.Context(), s.upload(), sub, mode, s.body(w, r))
+	return s.putContent(w, r, &harenav1.LogFile{Operation: opKindWrite, Path: []byte(sub.path), Mode: mode}, func(ctx context.Context, body io.Reader) (*harenav1.FileInfo, error) {
+		return s.put(ctx, s.upload(), sub, mode, body)
+	})
+}
+
+// putContent makes an operation of an upload over plain HTTP.
+func (s *Service) putContent(w http.ResponseWriter, r *http.Request, log *harenav1.LogFile, put func(context.Context, io.Reader) (*harenav1.FileInfo, error)) error {
+	q := r.URL.Query()
+	log.User = q.Get("user")
+	body := s.body(w, r)
+	op := &operation{opID: q.Get("op_id"), log: log, repeat: body}
+	if op.opID != "" {
+		var err error
+		if op.print, err = printOfUpload(log); err != nil {
+			return err
+		}
+	}
+	res, err := perform(r.Context(), s, op, func(ctx context.Context) (*harenav1.WriteResponse, error) {
+		info, err := put(ctx, op.upload(s, body))
+		return &harenav1.WriteResponse{Info: info}, err
+	})
 	if err != nil {
 		return err
 	}
-	return sendInfo(w, info)
+	return sendInfo(w, res.GetInfo())
 }
 
 // put replaces a file by what source gives.

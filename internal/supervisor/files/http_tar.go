@@ -56,11 +56,9 @@ func (s *Service) getTar(w http.ResponseWriter, r *http.Request, sub subject) er
 }
 
 func (s *Service) putTar(w http.ResponseWriter, r *http.Request, sub subject) error {
-	info, err := s.transferIn(r.Context(), s.upload(), sub, opTarIn, &harenav1.StatRequest{PathBytes: []byte(sub.path)}, s.body(w, r))
-	if err != nil {
-		return err
-	}
-	return sendInfo(w, info)
+	return s.putContent(w, r, &harenav1.LogFile{Operation: opKindUnpack, Path: []byte(sub.path)}, func(ctx context.Context, body io.Reader) (*harenav1.FileInfo, error) {
+		return s.transferIn(ctx, s.upload(), sub, opTarIn, &harenav1.StatRequest{PathBytes: []byte(sub.path)}, body)
+	})
 }
 
 // transferIn runs an operation that takes content.

@@ -14,6 +14,8 @@ import (
 	"github.com/harena-dev/harena/api/harena/v1/harenav1connect"
 	"github.com/harena-dev/harena/internal/errs"
 	"github.com/harena-dev/harena/internal/sandbox"
+	"github.com/harena-dev/harena/internal/supervisor/journal"
+	"github.com/harena-dev/harena/internal/supervisor/oplog"
 	"github.com/harena-dev/harena/internal/supervisor/users"
 )
 
@@ -52,17 +54,22 @@ type Config struct {
 	// Activity is called whenever a caller does something, possibly often; may be nil.
 	Activity func()
 	Log      *slog.Logger
+	// Journal of the sandbox's operations. Nil: no op_id (unsupported).
+	Journal *journal.Journal
+	// OpLog is the sandbox's operation log; may be nil.
+	OpLog *oplog.Log
 }
 
 // Service serves the files of one sandbox. It is safe for concurrent use.
 type Service struct {
-	cfg       Config
-	pool      pool
-	buffers   buffers
-	repeats   repeats
-	small     chan struct{}
-	transfers chan struct{}
-	progress  time.Duration
+	cfg        Config
+	pool       pool
+	buffers    buffers
+	repeats    repeats
+	operations operations
+	small      chan struct{}
+	transfers  chan struct{}
+	progress   time.Duration
 }
 
 var _ harenav1connect.FileServiceHandler = (*Service)(nil)
@@ -246,10 +253,6 @@ func (s *Service) ReadSmall(ctx context.Context, path string, most int64) ([]byt
 // Write implements FileServiceHandler.
 func (s *Service) Write(ctx context.Context, req *connect.Request[harenav1.WriteRequest]) (*connect.Response[harenav1.WriteResponse], error) {
 	m := req.Msg
-	if m.GetOpId() != "" {
-		return nil, s.refuse(errs.E(errs.Unsupported, "op_id of a file write is not supported yet").
-			WithHint("leave op_id out; request_id makes a repeated call return the first result"))
-	}
 	if n := len(m.GetContent()); n > MaxContent {
 		return nil, s.refuse(tooLarge("bytes of a write", MaxContent, int64(n)))
 	}
@@ -257,10 +260,11 @@ func (s *Service) Write(ctx context.Context, req *connect.Request[harenav1.Write
 	if err != nil {
 		return nil, s.refuse(err)
 	}
-	resp, err := once(ctx, &s.repeats, m.GetRequestId(), m, func() (*harenav1.WriteResponse, error) {
+	log := &harenav1.LogFile{Operation: opKindWrite, Path: []byte(sub.path), User: m.GetUser(), Mode: m.GetMode()}
+	resp, err := change(ctx, s, m, log, func(ctx context.Context, op *operation) (*harenav1.WriteResponse, error) {
 		cl := s.upload()
 		cl.whole = wholeSmall
-		info, err := s.put(ctx, cl, sub, m.GetMode(), bytes.NewReader(m.GetContent()))
+		info, err := s.put(ctx, cl, sub, m.GetMode(), op.upload(s, bytes.NewReader(m.GetContent())))
 		return &harenav1.WriteResponse{Info: info}, err
 	})
 	return answer(s, resp, err)
@@ -341,7 +345,8 @@ func (s *Service) Move(ctx context.Context, req *connect.Request[harenav1.MoveRe
 	if err != nil {
 		return nil, s.refuse(err)
 	}
-	resp, err := once(ctx, &s.repeats, m.GetRequestId(), m, func() (*harenav1.MoveResponse, error) {
+	log := &harenav1.LogFile{Operation: opKindMove, Path: []byte(sub.path), To: []byte(to), User: m.GetUser(), NoReplace: m.GetNoReplace()}
+	resp, err := change(ctx, s, m, log, func(ctx context.Context, _ *operation) (*harenav1.MoveResponse, error) {
 		info, err := s.simple(ctx, sub, s.aTree(), opMove,
 			&harenav1.MoveRequest{FromBytes: []byte(sub.path), ToBytes: []byte(to), NoReplace: m.GetNoReplace()}, true)
 		return &harenav1.MoveResponse{Info: info}, err
@@ -356,7 +361,8 @@ func (s *Service) Remove(ctx context.Context, req *connect.Request[harenav1.Remo
 	if err != nil {
 		return nil, s.refuse(err)
 	}
-	resp, err := once(ctx, &s.repeats, m.GetRequestId(), m, func() (*harenav1.RemoveResponse, error) {
+	log := &harenav1.LogFile{Operation: opKindRemove, Path: []byte(sub.path), User: m.GetUser(), Recursive: m.GetRecursive(), MissingOk: m.GetMissingOk()}
+	resp, err := change(ctx, s, m, log, func(ctx context.Context, _ *operation) (*harenav1.RemoveResponse, error) {
 		_, err := s.simple(ctx, sub, s.aTree(), opRemove,
 			&harenav1.RemoveRequest{PathBytes: []byte(sub.path), Recursive: m.GetRecursive(), MissingOk: m.GetMissingOk()}, false)
 		return &harenav1.RemoveResponse{}, err
@@ -371,7 +377,8 @@ func (s *Service) MakeDir(ctx context.Context, req *connect.Request[harenav1.Mak
 	if err != nil {
 		return nil, s.refuse(err)
 	}
-	resp, err := once(ctx, &s.repeats, m.GetRequestId(), m, func() (*harenav1.MakeDirResponse, error) {
+	log := &harenav1.LogFile{Operation: opKindMakeDir, Path: []byte(sub.path), User: m.GetUser(), Mode: m.GetMode(), Parents: m.GetParents()}
+	resp, err := change(ctx, s, m, log, func(ctx context.Context, _ *operation) (*harenav1.MakeDirResponse, error) {
 		info, err := s.simple(ctx, sub, s.oneThing(), opMakeDir,
 			&harenav1.MakeDirRequest{PathBytes: []byte(sub.path), Mode: m.GetMode(), Parents: m.GetParents()}, true)
 		return &harenav1.MakeDirResponse{Info: info}, err
@@ -385,6 +392,28 @@ func (s *Service) Watch(context.Context, *connect.Request[harenav1.WatchFilesReq
 		WithHint("list the directory repeatedly, or run a tool such as inotifywait inside"))
 }
 
+// changing is a request that changes something.
+type changing interface {
+	proto.Message
+	GetRequestId() string
+	GetOpId() string
+}
+
+// change does what a request asks, once for its request_id and once for its op_id.
+func change[T proto.Message](ctx context.Context, s *Service, m changing, log *harenav1.LogFile, run func(context.Context, *operation) (T, error)) (T, error) {
+	return once(ctx, &s.repeats, m.GetRequestId(), m, func() (T, error) {
+		op := &operation{opID: m.GetOpId(), log: log}
+		if op.opID != "" {
+			var err error
+			if op.print, err = printOf(m); err != nil {
+				var none T
+				return none, err
+			}
+		}
+		return perform(ctx, s, op, func(ctx context.Context) (T, error) { return run(ctx, op) })
+	})
+}
+
 // simple runs an operation that answers with one info, if hasInfo, and the end.
 func (s *Service) simple(ctx context.Context, sub subject, cl class, o op, m proto.Message, hasInfo bool) (*harenav1.FileInfo, error) {
 	c, err := s.begin(ctx, sub.id, cl, o, sub.path, m)
@@ -392,6 +421,7 @@ func (s *Service) simple(ctx context.Context, sub subject, cl class, o op, m pro
 		return nil, err
 	}
 	defer c.release()
+	c.sent = o != opStat
 	var info *harenav1.FileInfo
 	if hasInfo {
 		info, err = c.info()
