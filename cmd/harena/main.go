@@ -22,7 +22,7 @@ var version = "dev"
 func main() {
 	os.Exit(cli.Main(context.Background(), os.Args[1:], cli.Options{
 		Version: version, Stdin: os.Stdin, Stdout: os.Stdout, Stderr: os.Stderr,
-		Commands: []*cobra.Command{upCommand(), downCommand()},
+		Commands: []*cobra.Command{upCommand(), downCommand(), blobdCommand()},
 		OfflineDoctor: func(ctx context.Context, dir string) (*harenav1.DoctorResponse, error) {
 			report, err := lifecycle.DoctorOffline(ctx, dir)
 			return report, shown(err)
