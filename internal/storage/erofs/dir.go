@@ -121,14 +121,6 @@ func (d *dirBuilder) add(f *os.File, parent *inode, name, path string) error {
 			return nil
 		}
 	}
-	if d.o.Filter != nil {
-		switch d.o.Filter(path, st.Mode) {
-		case Omit:
-			return nil
-		case Erase:
-			return d.put(parent, name, &inode{mode: modeChr})
-		}
-	}
 	id := fileID{st.Dev, st.Ino}
 	isDir := st.Mode&modeFmt == modeDir
 	if !isDir && st.Nlink > 1 {

@@ -22,7 +22,7 @@ type Stacked struct {
 // overlay of the image shows what one of the stack shows. Content of the stack is
 // not copied, it stays where it is: the blobs become devices of the image. Content
 // of upper is looked up in Options.Parents, like that of FromDir; what no blob has
-// gets into the image's own. Filter is asked about upper only.
+// gets into the image's own. Options.Choose is asked about upper only.
 //
 // below are the images under the stack, lowest first: they are not merged, but
 // decide which whiteouts are still needed. All of them must be given: in a

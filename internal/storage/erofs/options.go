@@ -52,9 +52,6 @@ type Options struct {
 	Parents []*Blob
 	// Index, if set, gets the chunk index of the blob that is written.
 	Index io.Writer
-	// Filter, if set, is asked about every name of a directory ("a/b", directories
-	// before what is in them) what to do with it. mode is st_mode.
-	Filter func(path string, mode uint32) Verdict
 	// Progress, if set, is told the bytes of file content read so far, holes
 	// included, about once a MiB.
 	Progress func(doneBytes int64)
@@ -71,16 +68,6 @@ const (
 	// TakeIfNotEmpty leaves a directory out if nothing of what is in it is taken and
 	// it hides nothing of the layers below (an opaque one does).
 	TakeIfNotEmpty
-)
-
-// Verdict is what becomes of a name of a directory that is read.
-type Verdict int
-
-// The verdicts.
-const (
-	Keep  Verdict = iota
-	Omit          // as if it were not there, nor anything below it
-	Erase         // an overlay whiteout takes its place: what lower layers have there is hidden
 )
 
 // Result describes the images written.

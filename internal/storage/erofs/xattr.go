@@ -55,20 +55,20 @@ func attrName(index byte, suffix string) string {
 	return ""
 }
 
-// attrVerdict is what becomes of an attribute.
-type attrVerdict int
+// verdict is what becomes of an attribute.
+type verdict int
 
 const (
-	attrKeep attrVerdict = iota
-	attrDrop             // silently: it means nothing outside the upper layer
-	attrWarn             // drop and say so
+	attrKeep verdict = iota
+	attrDrop         // silently: it means nothing outside the upper layer
+	attrWarn         // drop and say so
 	attrRefuse
 )
 
 // judge decides which attributes get into a layer. It is the boundary against
 // attributes that steer overlayfs (redirect and metacopy injection) and against
 // labels of the machine that made the tree.
-func judge(name string, keepTrusted bool) attrVerdict {
+func judge(name string, keepTrusted bool) verdict {
 	switch {
 	case name == nameCapability, name == nameACLAccess, name == nameACLDefault:
 		return attrKeep

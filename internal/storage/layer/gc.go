@@ -38,6 +38,9 @@ func (s *Store) PlanGC(ctx context.Context, inUse map[Digest]bool) (*GCPlan, err
 	for d := range inUse {
 		mark(d)
 	}
+	for _, d := range s.pinned() {
+		mark(d)
+	}
 	projects, err := readDirIfAny(filepath.Join(s.dir, "tags"))
 	if err != nil {
 		return nil, err
@@ -112,5 +115,6 @@ func (s *Store) unlinkGarbage(ctx context.Context, inUse func() map[Digest]bool)
 		ds[i] = o.Digest
 	}
 	finish, err := s.objects.remove(ctx, ds)
+	s.forgetIndexes(plan.Objects)
 	return plan, finish, err
 }

@@ -135,8 +135,9 @@ func (s *Store) importImage(ctx context.Context, img *oci.Image, o ImportOptions
 		if i < plan.Groups()-1 {
 			part.Config = ImageConfig{} // the topmost piece speaks for the image
 		}
-		g, err := s.stage(ctx, ref, part, report, func(meta, blob *os.File) (*erofs.Result, error) {
-			return s.writeGroup(ctx, plan, i, meta, blob)
+		g, err := s.stage(ctx, ref, part, report, func(meta, blob *os.File, w erofs.Options) (*erofs.Result, error) {
+			w.OCIWhiteouts = i > 0
+			return writeGroup(ctx, plan, i, meta, blob, w)
 		})
 		if err != nil {
 			return nil, err
@@ -147,7 +148,7 @@ func (s *Store) importImage(ctx context.Context, img *oci.Image, o ImportOptions
 }
 
 // writeGroup turns a group of an image's layers into an EROFS image.
-func (s *Store) writeGroup(ctx context.Context, plan *oci.Plan, i int, meta, blob *os.File) (*erofs.Result, error) {
+func writeGroup(ctx context.Context, plan *oci.Plan, i int, meta, blob *os.File, w erofs.Options) (*erofs.Result, error) {
 	pr, pw := io.Pipe()
 	done := make(chan error, 1)
 	go func() {
@@ -155,9 +156,7 @@ func (s *Store) writeGroup(ctx context.Context, plan *oci.Plan, i int, meta, blo
 		pw.CloseWithError(err) // nil becomes io.EOF
 		done <- err
 	}()
-	res, err := erofs.FromTar(ctx, pr, meta, blob, erofs.Options{
-		OCIWhiteouts: i > 0, MaxEntries: s.limits.MaxEntries, MaxBytes: s.limits.MaxBytes,
-	})
+	res, err := erofs.FromTar(ctx, pr, meta, blob, w)
 	_ = pr.Close() // the writer stops if not everything was read
 	werr := <-done
 	if werr != nil && !errors.Is(werr, io.ErrClosedPipe) {

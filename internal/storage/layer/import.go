@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"io"
 	"os"
-	"path/filepath"
 	"strings"
 	"time"
 
@@ -40,6 +39,11 @@ type ImportOptions struct {
 	// Collapse is how many bytes of files the layers of a container image may have
 	// to be merged into one; 0 means oci.DefaultCollapse. Only bases are ever split.
 	Collapse int64
+	// Against says which layers' content is referred to instead of stored again:
+	// names or digests, separated by commas, or AgainstNone. Empty: what the name
+	// points at now, if it points at anything. An import that changes nothing gives
+	// that very layer.
+	Against string
 	// Progress, when set, is called from the importing goroutine, at most every 100 ms within a phase.
 	Progress func(Progress)
 }
@@ -87,10 +91,8 @@ func (s *Store) ImportTar(ctx context.Context, r io.Reader, o ImportOptions) (*I
 		return nil, src.explain(err)
 	}
 	defer in.Close()
-	return s.build(ctx, ref, o, report, func(meta, blob *os.File) (*erofs.Result, error) {
-		res, err := erofs.FromTar(ctx, src.watch(in), meta, blob, erofs.Options{
-			MaxEntries: s.limits.MaxEntries, MaxBytes: s.limits.MaxBytes,
-		})
+	return s.build(ctx, ref, o, report, func(meta, blob *os.File, w erofs.Options) (*erofs.Result, error) {
+		res, err := erofs.FromTar(ctx, src.watch(in), meta, blob, w)
 		return res, src.explain(err)
 	})
 }
@@ -101,30 +103,15 @@ func (s *Store) importDir(ctx context.Context, dir string, o ImportOptions, repo
 	if err != nil {
 		return nil, err
 	}
-	return s.build(ctx, ref, o, report, func(meta, blob *os.File) (*erofs.Result, error) {
-		return erofs.FromDir(ctx, dir, meta, blob, erofs.Options{
-			MaxEntries: s.limits.MaxEntries, MaxBytes: s.limits.MaxBytes,
-			Progress: func(n int64) { report.set(PhaseStoring, n, 0) },
-		})
+	return s.build(ctx, ref, o, report, func(meta, blob *os.File, w erofs.Options) (*erofs.Result, error) {
+		w.Progress = func(n int64) { report.set(PhaseStoring, n, 0) }
+		return erofs.FromDir(ctx, dir, meta, blob, w)
 	})
 }
 
-// staged is an image in temporary files that is not published yet.
-type staged struct {
-	dir      string
-	manifest Manifest
-	warnings []string
-}
-
-func (g *staged) meta() string { return filepath.Join(g.dir, "meta") }
-func (g *staged) blob() string { return filepath.Join(g.dir, "blob") }
-func (g *staged) remove()      { _ = os.RemoveAll(g.dir) } // the next start empties tmp anyway
-
 // build writes an image to temporary files and publishes it: objects first, then
 // the manifest, then the name. Before the manifest is there nothing is visible.
-func (s *Store) build(ctx context.Context, ref Ref, o ImportOptions, report *reporter,
-	write func(meta, blob *os.File) (*erofs.Result, error),
-) (*Imported, error) {
+func (s *Store) build(ctx context.Context, ref Ref, o ImportOptions, report *reporter, write writer) (*Imported, error) {
 	g, err := s.stage(ctx, ref, o, report, write)
 	if err != nil {
 		return nil, err
@@ -134,11 +121,9 @@ func (s *Store) build(ctx context.Context, ref Ref, o ImportOptions, report *rep
 }
 
 // stage writes an image to temporary files.
-func (s *Store) stage(ctx context.Context, ref Ref, o ImportOptions, report *reporter,
-	write func(meta, blob *os.File) (*erofs.Result, error),
-) (_ *staged, err error) {
-	g := &staged{}
-	if g.dir, err = os.MkdirTemp(s.tmp(), "import-*"); err != nil {
+func (s *Store) stage(ctx context.Context, ref Ref, o ImportOptions, report *reporter, write writer) (_ *staged, err error) {
+	g, err := s.newStaged("import-*")
+	if err != nil {
 		return nil, s.diskError(fmt.Errorf("import %s: %w", ref, err))
 	}
 	defer func() {
@@ -146,33 +131,21 @@ func (s *Store) stage(ctx context.Context, ref Ref, o ImportOptions, report *rep
 			g.remove()
 		}
 	}()
-	meta, err := os.Create(g.meta())
-	if err != nil {
-		return nil, s.diskError(fmt.Errorf("import %s: %w", ref, err))
+	if g.against, err = s.openAgainst(ctx, ref, o); err != nil {
+		return nil, fmt.Errorf("import %s: %w", ref, err)
 	}
-	defer meta.Close()
-	blob, err := os.Create(g.blob())
-	if err != nil {
-		return nil, s.diskError(fmt.Errorf("import %s: %w", ref, err))
-	}
-	defer blob.Close()
-	res, err := write(meta, blob)
+	res, err := write(g.meta, g.blob, g.options(s.limits))
 	if err != nil {
 		return nil, s.diskError(fmt.Errorf("import %s: %w", ref, err))
 	}
 	g.warnings = res.Warnings
-	g.manifest = Manifest{
-		Schema: schemaPlain, Kind: o.Kind, LogicalBytes: res.LogicalBytes, Files: res.Files, Source: o.Source, Config: o.Config,
-	}
+	g.manifest = Manifest{Kind: o.Kind, LogicalBytes: res.LogicalBytes, Files: res.Files, Source: o.Source, Config: o.Config}
 	total := res.MetaBytes + res.BlobBytes
 	report.start(PhaseStoring, "storing "+ref.String(), total)
-	if g.manifest.Meta, err = s.seal(ctx, meta, report, total); err != nil {
+	if err := s.sealImage(ctx, g, res, report, total); err != nil {
 		return nil, s.diskError(fmt.Errorf("store %s: %w", ref, err))
 	}
-	if g.manifest.Blob, err = s.seal(ctx, blob, report, total); err != nil {
-		return nil, s.diskError(fmt.Errorf("store %s: %w", ref, err))
-	}
-	return g, nil
+	return g, s.adopt(g)
 }
 
 // publishAll makes layers of staged images, the lowest first, and points the name
@@ -198,15 +171,6 @@ func (s *Store) publishAll(ctx context.Context, ref Ref, images []*staged) (*Imp
 	return im, nil
 }
 
-// seal makes a file's content durable and names it.
-func (s *Store) seal(ctx context.Context, f *os.File, report *reporter, total int64) (Object, error) {
-	o, err := hashFile(ctx, f, func(n int64) { report.add(PhaseStoring, n, total) })
-	if err != nil {
-		return o, err
-	}
-	return o, f.Sync()
-}
-
 func (s *Store) publish(ctx context.Context, g *staged) (Layer, bool, error) {
 	m := &g.manifest
 	b, err := m.encode()
@@ -220,11 +184,10 @@ func (s *Store) publish(ctx context.Context, g *staged) (Layer, bool, error) {
 			return false, err
 		}
 		existed = false
-		if err := s.objects.put(ctx, m.Meta.Digest, g.meta()); err != nil {
-			return false, err
-		}
-		if err := s.objects.put(ctx, m.Blob.Digest, g.blob()); err != nil {
-			return false, err
+		for _, f := range g.sealed {
+			if err := s.objects.put(ctx, f.digest, f.path); err != nil {
+				return false, err
+			}
 		}
 		return true, writeFile(s.tmp(), s.manifestPath(d), b)
 	})

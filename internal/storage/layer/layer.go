@@ -109,9 +109,11 @@ type Manifest struct {
 	Blob   Object `json:"blob"`
 	// Extra are data blobs of other layers that the image also refers to, in the
 	// order of its device slots from 2 on. ExtraUsed says how many bytes of each it
-	// refers to, every block counted once.
-	Extra     []Object `json:"extra,omitempty"`
-	ExtraUsed []int64  `json:"extra_used,omitempty"`
+	// refers to, every block counted once; ExtraIndex names their chunk indexes (empty
+	// digests where there is none), as the layers that they are of may be gone.
+	Extra      []Object `json:"extra,omitempty"`
+	ExtraUsed  []int64  `json:"extra_used,omitempty"`
+	ExtraIndex []Object `json:"extra_index,omitempty"`
 	// Index is the chunk index of Blob, by which later layers are written against
 	// it. It is made of Blob alone; without one (layers of older versions, empty
 	// blobs) it is computed where it is wanted.
@@ -132,8 +134,10 @@ func (m *Manifest) Blobs() []Object { return append([]Object{m.Blob}, m.Extra...
 // Objects returns every object that the manifest names, some perhaps twice.
 func (m *Manifest) Objects() []Object {
 	out := append([]Object{m.Meta}, m.Blobs()...)
-	if m.Index.Digest != "" {
-		out = append(out, m.Index)
+	for _, x := range append([]Object{m.Index}, m.ExtraIndex...) {
+		if x.Digest != "" {
+			out = append(out, x)
+		}
 	}
 	return out
 }
@@ -156,8 +160,8 @@ func (m *Manifest) check() error {
 	if n := len(m.Extra); n > maxExtra {
 		return errs.OverLimit(errs.Invalid, "data blobs of other layers", maxExtra, n)
 	}
-	if len(m.ExtraUsed) != len(m.Extra) {
-		return errs.E(errs.Invalid, "%d of %d data blobs of other layers have a count of bytes", len(m.ExtraUsed), len(m.Extra))
+	if len(m.ExtraUsed) != len(m.Extra) || len(m.ExtraIndex) != len(m.Extra) {
+		return errs.E(errs.Invalid, "%d data blobs of other layers have %d counts of bytes and %d chunk indexes", len(m.Extra), len(m.ExtraUsed), len(m.ExtraIndex))
 	}
 	for i, n := range m.ExtraUsed {
 		if n < 0 || n > m.Extra[i].Size {

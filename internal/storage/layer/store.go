@@ -34,6 +34,7 @@ type Store struct {
 
 	mu        sync.Mutex
 	manifests map[Digest]Layer
+	pins      map[Digest]int // layers that one in the making refers to
 
 	index index
 
@@ -66,7 +67,7 @@ func Open(dataDir string, limits Limits) (*Store, error) {
 	s := &Store{
 		dir: dir, cache: filepath.Join(dataDir, "cache"), mounts: filepath.Join(dataDir, "mounts"), limits: limits,
 		objects: local, local: local,
-		manifests: make(map[Digest]Layer),
+		manifests: make(map[Digest]Layer), pins: make(map[Digest]int),
 		index:     index{names: make(map[string]map[string]Digest)},
 		bootstrap: make(chan struct{}, 1),
 		blobs:     oci.NewCache(filepath.Join(dataDir, "cache", "blobs"), oci.DefaultCacheBytes),
