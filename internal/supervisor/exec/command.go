@@ -35,6 +35,7 @@ type command struct {
 	proc     zygote.Process
 	pid      int64
 	group    *group
+	session  *session // whose shell runs it; nil: a process of its own
 	in       *input
 	tty      bool
 	timings  []*harenav1.Timing

@@ -82,6 +82,8 @@ type Config struct {
 	OpLog *oplog.Log
 	// FilesOnly: the sandbox has failed. Nothing is started any more; what was recorded is told.
 	FilesOnly bool
+	// shells of sessions; default: usualShells.
+	shells []shellKind
 	// Now is the clock of timestamps; default time.Now.
 	Now    func() time.Time
 	Limits Limits
@@ -160,6 +162,9 @@ func (c *Config) complete() error {
 	}
 	if c.Now == nil {
 		c.Now = time.Now
+	}
+	if c.shells == nil {
+		c.shells = usualShells()
 	}
 	if c.Journal != nil {
 		return nil

@@ -115,7 +115,12 @@ func (g *group) signal(sig unix.Signal) error {
 	if sig == unix.SIGKILL {
 		return g.path.Kill()
 	}
-	done := map[int]bool{}
+	return g.signalOthers(sig, 0)
+}
+
+// signalOthers sends sig to every process but one.
+func (g *group) signalOthers(sig unix.Signal, but int) error {
+	done := map[int]bool{but: true}
 	var failed error
 	for range signalRounds {
 		pids, err := g.path.Tree()

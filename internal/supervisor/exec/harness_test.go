@@ -79,6 +79,9 @@ func (h *hostSpawner) Spawn(ctx context.Context, s zygote.Spec) (zygote.Process,
 			Credential: &syscall.Credential{Uid: s.UID, Gid: s.GID, Groups: s.Groups},
 		},
 	}
+	if s.Extra != nil {
+		attr.Files = append(attr.Files, s.Extra.Fd())
+	}
 	var first error
 	for _, path := range s.Paths {
 		if !filepath.IsAbs(path) {

@@ -28,7 +28,9 @@ func validate(cmd *harenav1.Command) error {
 		return errs.E(errs.Invalid, "a command needs exactly one of argv, argv_bytes and shell, got %d", forms)
 	}
 	if cmd.GetSession() != "" {
-		return noSessions()
+		if err := validateInSession(cmd); err != nil {
+			return err
+		}
 	}
 	for _, err := range []error{
 		validateArgs(argv(cmd)),

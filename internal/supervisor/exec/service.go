@@ -37,6 +37,8 @@ type Service struct {
 
 	opMu sync.Mutex // taken before mu
 
+	sessions sessions
+
 	// mu is taken before any command's; its fields below.
 	mu      sync.Mutex
 	closing bool
@@ -117,7 +119,7 @@ func (s *Service) Close() error {
 	defer s.cancel()
 	deadline := time.NewTimer(closeWait)
 	defer deadline.Stop()
-	var failed error
+	failed := s.sessions.kill()
 	for _, c := range all {
 		select {
 		case <-c.ready:
@@ -347,6 +349,8 @@ func (c *command) signal(sig unix.Signal, tree bool) error {
 	switch {
 	case state == stateEnded:
 		return c.hasEnded()
+	case c.session != nil:
+		return c.session.signal(sig)
 	case tree || exited:
 		return c.group.signal(sig)
 	}
@@ -363,24 +367,4 @@ func (s *Service) ListCommands(_ context.Context, req *connect.Request[harenav1.
 		out.Commands = append(out.Commands, c.info())
 	}
 	return connect.NewResponse(out), nil
-}
-
-func noSessions() error {
-	return errs.E(errs.Unsupported, "shell sessions are not built yet").
-		WithHint("run commands without a session, or keep a shell open with pty or stdin_open")
-}
-
-// CreateSession implements ExecService.
-func (s *Service) CreateSession(context.Context, *connect.Request[harenav1.CreateSessionRequest]) (*connect.Response[harenav1.CreateSessionResponse], error) {
-	return nil, errs.ToConnect(noSessions())
-}
-
-// ListSessions implements ExecService.
-func (s *Service) ListSessions(context.Context, *connect.Request[harenav1.ListSessionsRequest]) (*connect.Response[harenav1.ListSessionsResponse], error) {
-	return nil, errs.ToConnect(noSessions())
-}
-
-// CloseSession implements ExecService.
-func (s *Service) CloseSession(context.Context, *connect.Request[harenav1.CloseSessionRequest]) (*connect.Response[harenav1.CloseSessionResponse], error) {
-	return nil, errs.ToConnect(noSessions())
 }

@@ -44,7 +44,11 @@ func (s *Service) begin(ctx context.Context, cmd *harenav1.Command, requestID st
 				return c, err
 			}
 			attached = false
-			r, err = s.launch(ctx, c, cmd, follow)
+			if cmd.GetSession() != "" {
+				r, err = s.launchInSession(ctx, c, cmd, follow)
+			} else {
+				r, err = s.launch(ctx, c, cmd, follow)
+			}
 			return c, err
 		})
 		if err != nil {

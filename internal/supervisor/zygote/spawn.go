@@ -24,6 +24,8 @@ type Spec struct {
 	// Stdin, Stdout, Stderr are given to the command as 0, 1, 2. The caller still owns and closes its copies. Without Stdin
 	// the command gets the sandbox's /dev/null.
 	Stdin, Stdout, Stderr *os.File
+	// Extra, if any, is given to the command as 3.
+	Extra *os.File
 	// Terminal makes Stdin the controlling terminal.
 	Terminal bool
 	// NoNewPrivs keeps the command from gaining privileges by setuid or file capabilities (prctl(2)).
