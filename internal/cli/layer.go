@@ -29,6 +29,7 @@ func (a *app) layerImport() *cobra.Command {
 	cmd.Flags().StringVar(&o.Kind, "kind", "", "base (default), workspace, toolkit or vm-image")
 	var collapse sizeValue
 	cmd.Flags().Var(&collapse, "collapse", "merge consecutive layers of an image up to this many bytes of files (default 3GB)")
+	cmd.Flags().StringVar(&o.Against, "against", "", "share content with these `LAYERS`, separated by commas; none: with none (default what NAME is now)")
 	cmd.RunE = func(cmd *cobra.Command, args []string) error {
 		o.Collapse = int64(collapse)
 		if o.Name == "" {

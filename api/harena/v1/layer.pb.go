@@ -273,7 +273,10 @@ type ImportRequest struct {
 	// debootstrap:SUITE[:PKG,PKG] or registry://REF.
 	Source string `protobuf:"bytes,5,opt,name=source,proto3" json:"source,omitempty"`
 	// Bytes up to which consecutive image layers are collapsed into one; 0: 3 GB.
-	Collapse      int64 `protobuf:"varint,6,opt,name=collapse,proto3" json:"collapse,omitempty"`
+	Collapse int64 `protobuf:"varint,6,opt,name=collapse,proto3" json:"collapse,omitempty"`
+	// Layers whose content is referred to instead of stored again: names or digests, separated by commas; none: none.
+	// Empty: what the name points at now.
+	Against       string `protobuf:"bytes,7,opt,name=against,proto3" json:"against,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -348,6 +351,13 @@ func (x *ImportRequest) GetCollapse() int64 {
 		return x.Collapse
 	}
 	return 0
+}
+
+func (x *ImportRequest) GetAgainst() string {
+	if x != nil {
+		return x.Against
+	}
+	return ""
 }
 
 type ImportResponse struct {
@@ -1660,7 +1670,7 @@ const file_harena_v1_layer_proto_rawDesc = "" +
 	"\x06labels\x18\x06 \x03(\v2\".harena.v1.ImageConfig.LabelsEntryR\x06labels\x1a9\n" +
 	"\vLabelsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xa4\x01\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xbe\x01\n" +
 	"\rImportRequest\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12\x18\n" +
@@ -1668,7 +1678,8 @@ const file_harena_v1_layer_proto_rawDesc = "" +
 	"\x04name\x18\x03 \x01(\tR\x04name\x12\x12\n" +
 	"\x04kind\x18\x04 \x01(\tR\x04kind\x12\x16\n" +
 	"\x06source\x18\x05 \x01(\tR\x06source\x12\x1a\n" +
-	"\bcollapse\x18\x06 \x01(\x03R\bcollapse\"\xc4\x01\n" +
+	"\bcollapse\x18\x06 \x01(\x03R\bcollapse\x12\x18\n" +
+	"\aagainst\x18\a \x01(\tR\aagainst\"\xc4\x01\n" +
 	"\x0eImportResponse\x12\x14\n" +
 	"\x05phase\x18\x01 \x01(\tR\x05phase\x12\x18\n" +
 	"\amessage\x18\x02 \x01(\tR\amessage\x12\x1d\n" +

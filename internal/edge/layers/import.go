@@ -43,7 +43,7 @@ func (s *Service) importSource(ctx context.Context, m *harenav1.ImportRequest, p
 	if err != nil {
 		return nil, err
 	}
-	o := layer.ImportOptions{Project: m.GetProject(), Name: m.GetName(), Kind: kind, Progress: progress}
+	o := layer.ImportOptions{Project: m.GetProject(), Name: m.GetName(), Kind: kind, Progress: progress, Against: m.GetAgainst()}
 	scheme, _, _ := strings.Cut(m.GetSource(), ":")
 	switch scheme {
 	case "debootstrap":
@@ -91,7 +91,7 @@ func (s *Service) imported(ctx context.Context, o layer.ImportOptions, im *layer
 // the sender, so that equal content is one layer whoever sends it.
 const uploadSource = "tar"
 
-// ImportHandler serves POST /v1/layers?name=N[&kind=K&project=P&request_id=R] with
+// ImportHandler serves POST /v1/layers?name=N[&kind=K&project=P&request_id=R&against=A] with
 // a tar archive, plain or compressed, as body. With format=oci the archive holds
 // an OCI image layout, with format=docker-archive what docker save writes; then
 // ref=REF picks one of several images and collapse=BYTES bounds merging. The answer is an ImportResponse as
@@ -124,6 +124,7 @@ func (s *Service) importBody(r *http.Request) (*harenav1.ImportResponse, error) 
 	q := r.URL.Query()
 	m := &harenav1.ImportRequest{
 		RequestId: q.Get("request_id"), Project: q.Get("project"), Name: q.Get("name"), Kind: q.Get("kind"), Source: uploadSource,
+		Against: q.Get("against"),
 	}
 	if m.GetName() == "" {
 		return nil, errs.E(errs.Invalid, "no name was given").WithHint("add ?name=NAME[:TAG]")
@@ -146,7 +147,7 @@ func (s *Service) importBody(r *http.Request) (*harenav1.ImportResponse, error) 
 	}
 	ctx := r.Context()
 	return do(ctx, s.requests, m.GetProject(), m.GetRequestId(), m, func() (*harenav1.ImportResponse, error) {
-		o := layer.ImportOptions{Project: m.GetProject(), Name: m.GetName(), Kind: kind, Source: uploadSource}
+		o := layer.ImportOptions{Project: m.GetProject(), Name: m.GetName(), Kind: kind, Source: uploadSource, Against: m.GetAgainst()}
 		if format != "" {
 			o.Collapse = m.GetCollapse()
 			im, err := s.c.Store.ImportArchive(ctx, r.Body, format, q.Get("ref"), o)

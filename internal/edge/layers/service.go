@@ -89,13 +89,13 @@ func (s *Service) list(ctx context.Context, m *harenav1.ListLayersRequest) (*har
 	if err != nil {
 		return nil, err
 	}
-	uses, err := s.c.Store.ObjectUses(ctx)
-	if err != nil {
-		return nil, err
-	}
 	res := &harenav1.ListLayersResponse{}
 	for _, l := range page {
-		res.Layers = append(res.Layers, toProto(l.Layer, l.Names, uses))
+		u, err := s.c.Store.Usage(ctx, l.Layer, false)
+		if err != nil {
+			return nil, err
+		}
+		res.Layers = append(res.Layers, toProto(l.Layer, l.Names, u))
 	}
 	if more {
 		res.NextPageToken = page[len(page)-1].Cursor()
@@ -219,26 +219,21 @@ func (s *Service) describe(ctx context.Context, project string, l layer.Layer) (
 	if err != nil {
 		return nil, err
 	}
-	uses, err := s.c.Store.ObjectUses(ctx)
+	u, err := s.c.Store.Usage(ctx, l, true)
 	if err != nil {
 		return nil, err
 	}
-	return toProto(l, names, uses), nil
+	return toProto(l, names, u), nil
 }
 
-func toProto(l layer.Layer, names []string, uses map[layer.Digest]int) *harenav1.Layer {
+func toProto(l layer.Layer, names []string, u layer.Usage) *harenav1.Layer {
 	p := &harenav1.Layer{
 		Digest: string(l.Digest), Kind: string(l.Kind), Names: slices.Clone(names), Created: timestamppb.New(l.Created),
-		LogicalBytes: l.LogicalBytes, MetadataBytes: l.Meta.Size, Files: l.Files, Source: l.Source,
+		LogicalBytes: l.LogicalBytes, UniqueBytes: u.Unique, SharedBytes: u.Shared, MetadataBytes: l.Meta.Size, Files: l.Files, Source: l.Source,
 		Config: &harenav1.ImageConfig{
 			Env: l.Config.Env, WorkingDir: l.Config.WorkingDir, User: l.Config.User,
 			Entrypoint: l.Config.Entrypoint, Cmd: l.Config.Cmd, Labels: l.Config.Labels,
 		},
-	}
-	if uses[l.Blob.Digest] > 1 {
-		p.SharedBytes = l.Blob.Size
-	} else {
-		p.UniqueBytes = l.Blob.Size
 	}
 	for _, d := range l.Parents {
 		p.Parents = append(p.Parents, string(d))

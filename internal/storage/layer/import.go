@@ -179,7 +179,7 @@ func (s *Store) publish(ctx context.Context, g *staged) (Layer, bool, error) {
 	}
 	d := digestOf(b)
 	existed := true
-	err = s.index.addManifest(m, func() (bool, error) {
+	err = s.index.addManifest(d, m, func() (bool, error) {
 		if _, err := s.Load(d); !errs.Is(err, errs.NotFound) {
 			return false, err
 		}

@@ -14,6 +14,14 @@ type index struct {
 	mu    sync.Mutex
 	names map[string]map[string]Digest // project → name:tag → digest
 	uses  map[Digest]int               // object → layers that name it; nil: not read yet
+	// extra says which layers refer to a data blob that is not their own; read with uses.
+	extra map[Digest][]reference
+}
+
+// reference is a layer that refers to bytes of another one's data blob.
+type reference struct {
+	layer Digest
+	bytes int64
 }
 
 // setTag writes a tag with write and notes it.
@@ -36,7 +44,7 @@ func (x *index) setTag(r Ref, d Digest, write func() error) error {
 }
 
 // addManifest writes a manifest with write, which says whether it is new, and counts its objects.
-func (x *index) addManifest(m *Manifest, write func() (added bool, err error)) error {
+func (x *index) addManifest(d Digest, m *Manifest, write func() (added bool, err error)) error {
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	added, err := write()
@@ -45,12 +53,15 @@ func (x *index) addManifest(m *Manifest, write func() (added bool, err error)) e
 		return err
 	}
 	if added && x.uses != nil {
-		x.count(m)
+		x.count(d, m)
 	}
 	return nil
 }
 
-func (x *index) count(m *Manifest) {
+func (x *index) count(d Digest, m *Manifest) {
+	for i, o := range m.Extra {
+		x.extra[o.Digest] = append(x.extra[o.Digest], reference{d, m.ExtraUsed[i]})
+	}
 	counted := make(map[Digest]bool) // an empty blob may be a device twice
 	for _, o := range m.Objects() {
 		if !counted[o.Digest] {
@@ -103,16 +114,25 @@ func (s *Store) ObjectUses(ctx context.Context) (map[Digest]int, error) {
 	x := &s.index
 	x.mu.Lock()
 	defer x.mu.Unlock()
-	if x.uses == nil {
-		x.uses = make(map[Digest]int)
-		err := s.eachManifest(ctx, func(l Layer) error {
-			x.count(&l.Manifest)
-			return nil
-		})
-		if err != nil {
-			x.uses = nil
-			return nil, err
-		}
+	if err := s.readUses(ctx); err != nil {
+		return nil, err
 	}
 	return maps.Clone(x.uses), nil
+}
+
+// readUses reads what layers name, once; index.mu is held.
+func (s *Store) readUses(ctx context.Context) error {
+	x := &s.index
+	if x.uses != nil {
+		return nil
+	}
+	x.uses, x.extra = make(map[Digest]int), make(map[Digest][]reference)
+	err := s.eachManifest(ctx, func(l Layer) error {
+		x.count(l.Digest, &l.Manifest)
+		return nil
+	})
+	if err != nil {
+		x.uses = nil
+	}
+	return err
 }

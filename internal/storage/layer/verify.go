@@ -2,6 +2,7 @@ package layer
 
 import (
 	"context"
+	"crypto/sha256"
 	"errors"
 	"fmt"
 	"io"
@@ -15,8 +16,8 @@ import (
 // maxProblems bounds what Verify reports of one layer.
 const maxProblems = 100
 
-// Verify reads everything that a layer consists of, checks both digests, and
-// walks the image so that every file's content is found. It returns what is
+// Verify reads everything that a layer consists of, checks every digest, and
+// walks the image so that every file's content is found, in whichever blob. It returns what is
 // wrong, nothing for a sound layer; an error says that it could not look.
 // progress is called with bytes of hashing and of file content, total in advance.
 func (s *Store) Verify(ctx context.Context, d Digest, progress func(done, total int64)) ([]string, error) {
@@ -26,7 +27,11 @@ func (s *Store) Verify(ctx context.Context, d Digest, progress func(done, total 
 	if err != nil {
 		return nil, err
 	}
-	v := &verifier{store: s, layer: l, report: progress, total: l.Meta.Size + l.Blob.Size + l.LogicalBytes}
+	v := &verifier{store: s, layer: l, report: progress}
+	for _, o := range l.Objects() {
+		v.total += o.Size
+	}
+	v.total += l.LogicalBytes
 	for _, p := range l.Parents {
 		if _, err := s.Load(p); err != nil {
 			v.problem("parent %s: %v", p, err)
@@ -37,17 +42,63 @@ func (s *Store) Verify(ctx context.Context, d Digest, progress func(done, total 
 		return nil, err
 	}
 	defer closeObject(meta)
-	blob, err := v.check(ctx, "data blob", l.Blob)
-	if err != nil {
+	whole := meta != nil
+	var blobs []io.ReaderAt
+	for i, b := range l.Blobs() {
+		what := "data blob"
+		if i > 0 {
+			what = fmt.Sprintf("data blob %d, of another layer,", i+1)
+		}
+		f, err := v.check(ctx, what, b)
+		if err != nil {
+			return nil, err
+		}
+		defer closeObject(f)
+		whole = whole && f != nil
+		blobs = append(blobs, f)
+	}
+	if err := v.checkIndexes(ctx); err != nil {
 		return nil, err
 	}
-	defer closeObject(blob)
-	if meta != nil && blob != nil {
-		if err := v.walk(ctx, meta, blob); err != nil {
+	if whole {
+		if err := v.walk(ctx, meta, blobs); err != nil {
 			return nil, err
 		}
 	}
 	return v.problems, nil
+}
+
+// checkIndexes checks that each chunk index is that of its blob: a wrong one would
+// give layers that are written against it wrong content.
+func (v *verifier) checkIndexes(ctx context.Context) error {
+	indexes := append([]Object{v.layer.Index}, v.layer.ExtraIndex...)
+	for i, b := range v.layer.Blobs() {
+		if i >= len(indexes) || indexes[i].Digest == "" {
+			continue
+		}
+		what := fmt.Sprintf("chunk index of data blob %d", i+1)
+		x, err := v.check(ctx, what, indexes[i])
+		if err != nil {
+			return err
+		}
+		closeObject(x)
+		f, err := v.store.objects.open(b.Digest)
+		if err != nil {
+			continue // told above
+		}
+		h := sha256.New()
+		err = erofs.WriteIndex(ctx, io.NewSectionReader(f, 0, f.size()), h)
+		f.Close()
+		if ctx.Err() != nil {
+			return context.Cause(ctx)
+		}
+		if err != nil {
+			v.problem("%s: %v", what, err)
+		} else if got := sumDigest(h.Sum(nil)); got != indexes[i].Digest {
+			v.problem("%s: its digest is %s, that of the blob's index is %s", what, indexes[i].Digest, got)
+		}
+	}
+	return nil
 }
 
 func closeObject(o object) {
@@ -106,12 +157,13 @@ func (v *verifier) check(ctx context.Context, what string, want Object) (object,
 }
 
 // walk reads every file of the image.
-func (v *verifier) walk(ctx context.Context, meta, blob object) error {
-	img, err := erofs.Open(meta, blob)
+func (v *verifier) walk(ctx context.Context, meta object, blobs []io.ReaderAt) error {
+	img, err := erofs.Open(meta, blobs...)
 	if err != nil {
 		v.problem("image: %v", err)
 		return nil
 	}
+	v.checkDevices(img)
 	var files int64
 	buf := make([]byte, 1<<20)
 	seen := make(map[uint64]bool) // hard links
@@ -146,6 +198,25 @@ func (v *verifier) walk(ctx context.Context, meta, blob object) error {
 		v.problem("the image has %d files, the manifest says %d", files, v.layer.Files)
 	}
 	return nil
+}
+
+// checkDevices compares the image's device table with the manifest.
+func (v *verifier) checkDevices(img *erofs.Image) {
+	for i, d := range img.Devices() {
+		b := v.layer.Blobs()[i] // as many, else the image could not be opened
+		if size := int64(d.Blocks) * 4096; size != b.Size || i > 0 && d.Tag != b.Digest.Hex() {
+			v.problem("device %d of the image is %q with %d bytes, the manifest names %s with %d", i+1, d.Tag, size, b.Digest, b.Size)
+		}
+	}
+	used, err := img.UsedBytes()
+	if err != nil {
+		return // the walk tells more
+	}
+	for i, n := range v.layer.ExtraUsed {
+		if used[i+1] != n {
+			v.problem("the image refers to %d bytes of %s, the manifest says %d", used[i+1], v.layer.Extra[i].Digest, n)
+		}
+	}
 }
 
 func (v *verifier) read(ctx context.Context, r io.Reader, buf []byte) error {

@@ -29,6 +29,9 @@ type ImportOptions struct {
 	Source string
 	// Collapse is how many bytes of files consecutive layers of an image may have to be merged into one; 0 means 3 GB.
 	Collapse int64
+	// Against says which layers' content is referred to instead of stored again: names or digests, separated by commas;
+	// "none" for none. Empty: what the name points at now.
+	Against string
 	// Progress is told how far it is; may be nil. Calls come one at a time.
 	Progress func(ImportProgress)
 }
@@ -147,7 +150,7 @@ func (c *Client) importTar(ctx context.Context, o ImportOptions, path string, mo
 // sendLayer sends a tar stream, with more parameters.
 func (c *Client) sendLayer(ctx context.Context, o ImportOptions, r io.Reader, more url.Values) (*harenav1.Layer, []string, error) {
 	q := url.Values{"name": {o.Name}, "request_id": {newID()}}
-	for k, v := range map[string]string{"kind": o.Kind, "project": c.project} {
+	for k, v := range map[string]string{"kind": o.Kind, "project": c.project, "against": o.Against} {
 		if v != "" {
 			q.Set(k, v)
 		}
@@ -176,7 +179,7 @@ func (c *Client) importRemote(ctx context.Context, o ImportOptions) (*harenav1.L
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	stream, err := c.layer.Import(ctx, connect.NewRequest(&harenav1.ImportRequest{
-		RequestId: newID(), Project: c.project, Name: o.Name, Kind: o.Kind, Source: o.Source, Collapse: o.Collapse,
+		RequestId: newID(), Project: c.project, Name: o.Name, Kind: o.Kind, Source: o.Source, Collapse: o.Collapse, Against: o.Against,
 	}))
 	if err != nil {
 		return nil, nil, c.failure(ctx, err)
