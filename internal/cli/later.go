@@ -9,9 +9,6 @@ import (
 // later lists the commands that exist by name only, and why they are refused.
 var later = []struct{ name, reason string }{
 	{"port", "sandboxes have no network yet"},
-	{"pause", "pausing is not built yet"},
-	{"resume", "pausing is not built yet"},
-	{"job", "job leases are not built yet; `harena ps --job` and `harena stop --job` work"},
 	{"snapshot", "snapshots are not built yet; `harena cp` copies files out"},
 	{"fork", "snapshots are not built yet"},
 	{"log", "logs for replay are not built yet; `harena events --sandbox` shows what happened"},

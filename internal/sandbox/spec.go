@@ -115,8 +115,10 @@ func validate(s *harenav1.SandboxSpec) error {
 	if cwd := s.Process.Cwd; cwd != "" && cwd[0] != '/' {
 		return errs.E(errs.Invalid, "cwd %.80q is not an absolute path", cwd).WithHint("begin it with /")
 	}
-	if s.Job != "" && !label(s.Job) {
-		return errs.E(errs.Invalid, "job %.80q is not a valid name", s.Job).WithHint("use 1-63 characters of A-Za-z0-9._/-")
+	if s.Job != "" {
+		if err := ValidateJob(s.Job); err != nil {
+			return err
+		}
 	}
 	if s.Hostname != "" && !hostname(s.Hostname) {
 		return errs.E(errs.Invalid, "hostname %.80q is not valid", s.Hostname).WithHint("use 1-63 letters, digits and inner hyphens")
@@ -128,6 +130,14 @@ func label(s string) bool { return len(s) >= 1 && len(s) <= 63 && consists(s, le
 
 func hostname(s string) bool {
 	return len(s) >= 1 && len(s) <= 63 && consists(s, letter+digits+"-") && s[0] != '-' && s[len(s)-1] != '-'
+}
+
+// ValidateJob checks the name of a job.
+func ValidateJob(name string) error {
+	if !label(name) {
+		return errs.E(errs.Invalid, "job %.80q is not a valid name", name).WithHint("use 1-63 characters of A-Za-z0-9._/-")
+	}
+	return nil
 }
 
 // ValidateLabels checks keys and values of labels.

@@ -151,6 +151,9 @@ var verbs = map[string]Verb{
 	harenav1connect.EventServiceFollowProcedure: verbEventsRead,
 	harenav1connect.EventServiceVerifyProcedure: verbEventsRead,
 
+	harenav1connect.JobServiceListJobsProcedure: verbSandboxRead,
+	harenav1connect.JobServiceLeaseJobProcedure: verbSandboxManage,
+
 	harenav1connect.FleetServiceListEdgesProcedure: verbFleetRead,
 	harenav1connect.FleetServiceDoctorProcedure:    verbFleetRead,
 	harenav1connect.FleetServiceDrainProcedure:     verbFleetManage,

@@ -9,6 +9,7 @@ import (
 
 	"connectrpc.com/connect"
 	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/types/known/timestamppb"
 
 	edgev1 "github.com/harena-dev/harena/api/harena/edge/v1"
 	harenav1 "github.com/harena-dev/harena/api/harena/v1"
@@ -34,6 +35,8 @@ func (h *sandboxService) BatchCreate(ctx context.Context, r *connect.Request[har
 	}
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
+	// A stop of the job that comes later ends also the items that have not been begun by then.
+	asked := timestamppb.Now()
 	project := projectOr(ctx, r.Msg.GetProject())
 	indexes := make(chan int)
 	done := make(chan *harenav1.BatchCreateResponse)
@@ -53,6 +56,7 @@ func (h *sandboxService) BatchCreate(ctx context.Context, r *connect.Request[har
 			for i := range indexes {
 				done <- h.batchItem(ctx, i, &edgev1.CreateRequest{
 					RequestId: itemRequestID(r.Msg.GetRequestId(), i), Project: project, Spec: proto.Clone(spec).(*harenav1.SandboxSpec),
+					Asked: asked,
 				})
 			}
 		})

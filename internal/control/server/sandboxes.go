@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"connectrpc.com/connect"
+	"google.golang.org/protobuf/types/known/timestamppb"
 
 	edgev1 "github.com/harena-dev/harena/api/harena/edge/v1"
 	"github.com/harena-dev/harena/api/harena/edge/v1/edgev1connect"
@@ -31,6 +32,7 @@ func (h *sandboxService) Create(ctx context.Context, r *connect.Request[harenav1
 	}
 	res, err := h.create(ctx, &edgev1.CreateRequest{
 		RequestId: r.Msg.GetRequestId(), Project: projectOr(ctx, r.Msg.GetProject()), Spec: spec, Explain: r.Msg.GetExplain(),
+		Asked: timestamppb.Now(),
 	})
 	if err != nil {
 		return nil, err

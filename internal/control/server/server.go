@@ -102,6 +102,7 @@ func (s *Server) Handler() http.Handler {
 	mux.Handle(harenav1connect.NewLayerServiceHandler(&layerService{s}, opts...))
 	mux.Handle(harenav1connect.NewEventServiceHandler(&eventService{s}, opts...))
 	mux.Handle(harenav1connect.NewFleetServiceHandler(&fleetService{s}, opts...))
+	mux.Handle(harenav1connect.NewJobServiceHandler(&jobService{s}, opts...))
 	mux.Handle(harenav1connect.NewIAMServiceHandler(&iamService{}, opts...))
 	mux.Handle(harenav1connect.NewDisplayServiceHandler(harenav1connect.UnimplementedDisplayServiceHandler{}, opts...))
 	mux.Handle(harenav1connect.NewFunctionServiceHandler(harenav1connect.UnimplementedFunctionServiceHandler{}, opts...))

@@ -41,12 +41,17 @@ type box struct {
 	explained []string
 
 	// Use.
-	streams atomic.Int64  // calls under way
-	lastUse atomic.Int64  // Unix nanoseconds
-	looked  atomic.Int64  // lastUse when counters were read last
-	oomAt   atomic.Int64  // Unix nanoseconds: when a kill for want of memory was seen last
-	files   atomic.Bool   // a supervisor for the files of a failed sandbox is up
-	quit    chan struct{} // closed when an exit is no news any more; replaced under turn
+	streams  atomic.Int64  // calls under way
+	lastUse  atomic.Int64  // Unix nanoseconds
+	looked   atomic.Int64  // lastUse when counters were read last
+	diskTold atomic.Bool   // that its disk is full
+	oomAt    atomic.Int64  // Unix nanoseconds: when a kill for want of memory was seen last
+	files    atomic.Bool   // a supervisor for the files of a failed sandbox is up
+	quit     chan struct{} // closed when an exit is no news any more; replaced under turn
+
+	// Pause.
+	hurry  atomic.Pointer[context.CancelFunc] // ends the wait for its memory
+	wanted atomic.Int32                       // how many want it to stand still no longer
 
 	// Under timers.mu.
 	due  time.Time

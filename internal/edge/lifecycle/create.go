@@ -31,6 +31,7 @@ type request struct {
 	print   string
 	explain bool
 	started time.Time
+	asked   time.Time // when the call came of which this is a part; zero: now
 }
 
 // Create makes a sandbox, or returns the one that an equal request made. It returns when commands can run. When every caller
@@ -80,6 +81,9 @@ func (e *Edge) Create(ctx context.Context, req *edgev1.CreateRequest) (*harenav1
 
 func (e *Edge) check(req *edgev1.CreateRequest) (*request, error) {
 	rq := &request{project: req.GetProject(), key: req.GetRequestId(), explain: req.GetExplain(), started: time.Now()}
+	if req.GetAsked() != nil {
+		rq.asked = req.GetAsked().AsTime()
+	}
 	var err error
 	if req.GetId() == "" {
 		rq.id, err = sandbox.NewID(e.dir.Edge(), e.cfg.Rand)
@@ -112,7 +116,6 @@ func (e *Edge) supported(s *harenav1.SandboxSpec) error {
 		{s.GetLimits().GetGpus() != 0, "GPUs"},
 		{len(s.GetNetwork().GetAllow()) > 0, "network rules"},
 		{len(s.GetGuard().GetRules()) > 0, "guard rules"},
-		{s.GetLifetime().GetOnIdle() == "pause", "on_idle pause"},
 		{s.GetQos() == "ls", "qos ls"},
 	} {
 		if f.used {
@@ -155,13 +158,21 @@ func (e *Edge) claim(rq *request) (*box, error) {
 		}
 		return b, nil
 	}
+	if err := e.stops.overtook(rq.spec, rq.asked, e.clock.Now()); err != nil {
+		return nil, err
+	}
+	if rq.spec.GetJob() != "" {
+		if err := e.jobs.closed(jobKey{rq.project, rq.spec.GetJob()}); err != nil {
+			return nil, err
+		}
+	}
 	if e.closing {
 		return nil, errs.E(errs.Capacity, "edge %s is shutting down", e.dir.Edge())
 	}
 	if e.dir.Draining() {
 		return nil, errs.E(errs.Capacity, "edge %s is draining", e.dir.Edge()).WithHint("`harena fleet undrain` ends it")
 	}
-	load := admission.Load{Sandboxes: int(e.alive.Load()), RangesFree: e.ranges.Available(), Recent: e.sampler.recent()}
+	load := admission.Load{Sandboxes: int(e.alive.Load()), RangesFree: e.ranges.Available(), Recent: e.sampler.recent(), Returning: e.returning.sum(e.clock.Now())}
 	if err := admission.Decide(pressure, load, e.cfg.Limits, admission.Ask{Memory: rq.spec.GetLimits().GetMemory()}); err != nil {
 		return nil, err
 	}

@@ -99,7 +99,7 @@ func TestCreateRefuses(t *testing.T) {
 		{"guard", func(s *harenav1.SandboxSpec) {
 			s.Guard = &harenav1.GuardPolicy{Rules: []*harenav1.GuardRule{{Path: "/x"}}}
 		}, errs.Unsupported},
-		{"pause when idle", func(s *harenav1.SandboxSpec) { s.Lifetime = &harenav1.Lifetime{OnIdle: "pause"} }, errs.Unsupported},
+		{"unknown when idle", func(s *harenav1.SandboxSpec) { s.Lifetime = &harenav1.Lifetime{OnIdle: "sleep"} }, errs.Invalid},
 		{"latency sensitive", func(s *harenav1.SandboxSpec) { s.Qos = "ls" }, errs.Unsupported},
 		{"no image", func(s *harenav1.SandboxSpec) { s.Image = "" }, errs.Invalid},
 		{"unknown image", func(s *harenav1.SandboxSpec) { s.Image = "nope" }, errs.NotFound},

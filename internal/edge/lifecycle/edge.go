@@ -28,6 +28,7 @@ import (
 	harenav1 "github.com/harena-dev/harena/api/harena/v1"
 	"github.com/harena-dev/harena/internal/edge/admission"
 	"github.com/harena-dev/harena/internal/edge/backend"
+	"github.com/harena-dev/harena/internal/edge/disk"
 	"github.com/harena-dev/harena/internal/edge/events"
 	"github.com/harena-dev/harena/internal/edge/guestconn"
 	"github.com/harena-dev/harena/internal/edge/lifecycle/datadir"
@@ -101,19 +102,25 @@ type Config struct {
 
 // Edge is the life cycle of one node's sandboxes. It is safe for concurrent use.
 type Edge struct {
-	cfg      Config
-	dir      *datadir.Dir
-	log      *slog.Logger
-	clock    Clock
-	records  records
-	trash    *trash
-	events   *events.Log
-	timers   *timers
-	sampler  *sampler
-	watchers watchers
-	backends map[string]backend.Backend
-	versions atomic.Int64
-	alive    atomic.Int64 // sandboxes that have not ended
+	cfg       Config
+	dir       *datadir.Dir
+	log       *slog.Logger
+	clock     Clock
+	records   records
+	trash     *trash
+	disk      *disk.Disk
+	watch     *disk.Watch // nil where the file system bounds writable layers
+	events    *events.Log
+	timers    *timers
+	sampler   *sampler
+	watchers  watchers
+	jobs      jobs
+	stops     stopMarks
+	squeezes  squeezes
+	returning returning
+	backends  map[string]backend.Backend
+	versions  atomic.Int64
+	alive     atomic.Int64 // sandboxes that have not ended
 
 	transport *http.Transport
 	client    *http.Client
@@ -163,18 +170,25 @@ func Open(ctx context.Context, c Config) (*Edge, error) {
 	e.client = &http.Client{Transport: e.transport}
 	e.ctx, e.cancel = context.WithCancelCause(context.WithoutCancel(ctx))
 	e.timers = newTimers(e.clock, e.fire)
-	var err error
+	err := e.openDisk()
+	if err != nil {
+		return nil, err
+	}
 	e.events, err = events.Open(filepath.Join(c.Dir.Path(), "events"), events.Options{Edge: string(c.Dir.Edge()), Now: e.clock.Now, Log: c.Log})
 	if err != nil {
 		return nil, e.records.fault("open the event log", err)
 	}
 	e.event("edge.started", nil, "", map[string]string{"version": c.Version})
-	if err := e.recover(ctx); err != nil {
+	if err := errors.Join(e.openJobs(), e.recover(ctx)); err != nil {
 		e.cancel(errShutdown)
 		e.loops.Wait()
 		return nil, errors.Join(err, e.events.Close())
 	}
 	e.loops.Go(func() { e.timers.run(e.ctx) })
+	e.loops.Go(func() { e.runJobs(e.ctx) })
+	if e.watch != nil {
+		e.loops.Go(func() { e.watch.Run(e.ctx) })
+	}
 	if c.Poll > 0 {
 		e.loops.Go(func() { e.poll(e.ctx) })
 	}
@@ -202,6 +216,7 @@ func (e *Edge) Shutdown(ctx context.Context) error {
 	for _, b := range boxes {
 		select {
 		case <-b.made:
+			b.hasten()
 		default:
 			b.cancel(errShutdown)
 		}

@@ -2,6 +2,7 @@ package lifecycle
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"time"
 
@@ -98,6 +99,8 @@ func (e *Edge) fail(ctx context.Context, b *box, reason sandbox.Reason, message 
 	}
 	b.dismiss()
 	e.event("sandbox.failed", b.record(), message, map[string]string{"reason": string(reason)})
+	// Best effort: what cannot be raised is a bound as before.
+	_ = e.disk.SetLimit(e.records.upper(b.id), b.record().Spec.GetLimits().GetDisk()+diskSlack)
 	err = e.settle(ctx, b)
 	e.review(b)
 	return err
@@ -175,7 +178,13 @@ func (e *Edge) advance(b *box) error {
 	defer cancel()
 	switch s.do {
 	case stop:
-		return e.stop(ctx, b, stopCall{reason: s.reason, only: sandbox.Running})
+		return e.stop(ctx, b, stopCall{reason: s.reason, only: m.record.State})
+	case pauseIdle:
+		err := e.pause(ctx, b, pauseCall{reason: s.reason, idle: true})
+		if errors.Is(err, errInUse) || !b.state().CanExec() {
+			return nil
+		}
+		return err
 	case stopAgain:
 		return e.stop(ctx, b, stopCall{only: sandbox.Failed})
 	case forget, endFiles, settleAgain:
@@ -248,6 +257,7 @@ func (e *Edge) poll(ctx context.Context) {
 
 // look reads a sandbox's counters, and tells what is new.
 func (e *Edge) look(b *box) {
+	e.lookDisk(b)
 	r := b.record()
 	be, err := e.backend(r.Spec.GetBackend())
 	if err != nil {

@@ -52,6 +52,12 @@ func TestDecide(t *testing.T) {
 		{"idle: asked, used since", "running", life(0, 5, 0), moment{now: min(5), lastUse: min(4), asked: true}, "", step{next: min(9)}},
 		{"idle: busy", "running", life(0, 5, 0), moment{now: min(5), lastUse: t0, busy: true, asked: true}, "", step{next: min(10)}},
 		{"ttl before idle answer", "running", life(6, 5, 0), moment{now: min(5), lastUse: t0, busy: true}, "", step{next: min(6)}},
+		{"paused: no idle clock", "paused", life(0, 5, 0), moment{now: min(99), lastUse: t0}, "idle", step{}},
+		{"paused: ttl", "paused", life(10, 5, 0), moment{now: min(10), lastUse: t0}, "idle", step{do: stop, reason: "ttl"}},
+		{"paused: ttl ahead", "paused", life(10, 5, 20), moment{now: min(9), lastUse: t0}, "", step{next: min(10)}},
+		{"paused: lease", "paused", life(10, 5, 2), moment{now: min(2), lastUse: t0}, "", step{do: stop, reason: "lease"}},
+		{"pausing", "pausing", life(1, 1, 1), moment{now: min(9), lastUse: t0}, "", step{}},
+		{"resuming", "resuming", life(1, 1, 1), moment{now: min(9), lastUse: t0}, "", step{}},
 		{"stopped", "stopped", life(1, 1, 1), moment{now: min(10)}, "", step{next: min(60)}},
 		{"stopped long ago", "stopped", life(1, 1, 1), moment{now: min(60)}, "", step{do: forget}},
 		{"failed", "failed", life(1, 1, 1), moment{now: min(10)}, "oom", step{next: min(24 * 60)}},
@@ -127,7 +133,7 @@ func TestLeaseIsRenewed(t *testing.T) {
 		t.Errorf("a renewal started the TTL anew, or not the lease: %v", r)
 	}
 	for name, l := range map[string]*harenav1.Lifetime{
-		"pause":        {OnIdle: "pause"},
+		"sleep":        {OnIdle: "sleep"},
 		"negative TTL": {Ttl: durationpb.New(-1)},
 	} {
 		if err := renew(l); err == nil {

@@ -43,6 +43,7 @@ type action int
 const (
 	rest        action = iota // until next
 	stop                      // for reason
+	pauseIdle                 // because nobody uses it
 	ask                       // the supervisor, then decide again
 	endFiles                  // end the supervisor for files
 	forget                    // record and files
@@ -63,6 +64,8 @@ func decide(m moment) step {
 	switch r.State {
 	case sandbox.Running:
 		return decideRunning(m)
+	case sandbox.Paused:
+		return decideClocks(m)
 	case sandbox.Stopped:
 		return at(m.now, r.Ended.Add(keepStopped), step{do: forget})
 	case sandbox.Failed:
@@ -84,7 +87,8 @@ func decide(m moment) step {
 	return step{}
 }
 
-func decideRunning(m moment) step {
+// decideClocks is about the clocks that go on whatever a sandbox does: those of TTL and lease.
+func decideClocks(m moment) step {
 	l := m.record.Spec.GetLifetime()
 	s := step{}
 	if d := duration(l.GetTtl()); d > 0 {
@@ -93,14 +97,24 @@ func decideRunning(m moment) step {
 	if d := duration(l.GetLease()); d > 0 {
 		s = sooner(s, at(m.now, m.record.LeaseFrom.Add(d), step{do: stop, reason: sandbox.ReasonLease}))
 	}
+	return s
+}
+
+func decideRunning(m moment) step {
+	l := m.record.Spec.GetLifetime()
+	s := decideClocks(m)
 	idle := duration(l.GetIdle())
+	end := step{do: stop, reason: sandbox.ReasonIdle}
+	if l.GetOnIdle() == "pause" {
+		end = step{do: pauseIdle, reason: sandbox.ReasonIdle}
+	}
 	switch {
 	case idle == 0:
 	case m.busy:
 		// Whatever is under way, when it ends its end is the last use, and that is found out here in time.
 		s = sooner(s, step{next: m.now.Add(idle)})
 	case m.asked:
-		s = sooner(s, at(m.now, m.lastUse.Add(idle), step{do: stop, reason: sandbox.ReasonIdle}))
+		s = sooner(s, at(m.now, m.lastUse.Add(idle), end))
 	default:
 		s = sooner(s, at(m.now, m.lastUse.Add(idle), step{do: ask}))
 	}

@@ -40,8 +40,10 @@ type Record struct {
 	// TTLFrom and LeaseFrom are when those clocks were started.
 	TTLFrom   time.Time `json:"ttl_from"`
 	LeaseFrom time.Time `json:"lease_from"`
-	OOMKills  int64     `json:"oom_kills,omitempty"`
-	PidsHits  int64     `json:"pids_hits,omitempty"`
+	// Pause is set while it is paused.
+	Pause    *Pause `json:"pause,omitempty"`
+	OOMKills int64  `json:"oom_kills,omitempty"`
+	PidsHits int64  `json:"pids_hits,omitempty"`
 }
 
 // Layer is one layer of a sandbox, as asked and as found.
@@ -78,7 +80,7 @@ func (r *Record) end(s sandbox.State, reason sandbox.Reason, message string, now
 	if err := r.to(s); err != nil {
 		return err
 	}
-	r.Ended = now
+	r.Ended, r.Pause = now, nil
 	if reason != "" {
 		r.Reason = reason
 	}
@@ -118,6 +120,9 @@ func (r *Record) view(edge sandbox.EdgeID) *harenav1.Sandbox {
 	}
 	if !r.Ended.IsZero() {
 		s.Ended = timestamppb.New(r.Ended)
+	}
+	if r.Pause != nil {
+		s.Paused, s.Pause = timestamppb.New(r.Pause.Since), r.Pause.report()
 	}
 	for _, l := range r.Layers {
 		s.Layers = append(s.Layers, &harenav1.LayerRef{Name: l.Name, Digest: l.Digest, Kind: l.Kind})

@@ -192,7 +192,11 @@ func (e *Edge) revive(ctx context.Context, b *box) error {
 	if err := be.Recover(ctx, r.Config); err != nil {
 		return err
 	}
+	if err := e.settlePause(ctx, b, be); err != nil {
+		return err
+	}
 	e.attend(b, be)
+	e.watchDisk(b, be, true)
 	return nil
 }
 

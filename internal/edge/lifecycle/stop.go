@@ -58,12 +58,13 @@ func (e *Edge) stop(ctx context.Context, b *box, c stopCall) error {
 func (e *Edge) stopMade(b *box, c stopCall) error {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(e.ctx), patience+c.grace)
 	defer cancel()
-	if err := b.take(ctx); err != nil {
-		return errs.E(errs.Timeout, "sandbox %s is busy with something that does not end", b.id).On("sandbox %s", b.id)
+	if err := b.takeSoon(ctx); err != nil {
+		return busy(b)
 	}
 	defer b.give()
 	r := b.record()
 	if c.only != "" && r.State != c.only {
+		e.review(b)
 		return nil
 	}
 	if r.State != sandbox.Stopped {
@@ -105,7 +106,8 @@ func (e *Edge) end(ctx context.Context, b *box, c stopCall) error {
 	if err := e.fault("stopping"); err != nil {
 		return e.stuck(b, err)
 	}
-	if c.grace > 0 && was.State == sandbox.Running {
+	if c.grace > 0 && was.State.CanExec() {
+		e.thawToEnd(ctx, b, was)
 		e.ask(ctx, b, c.grace)
 	}
 	if err := e.release(ctx, b); err != nil {
@@ -190,6 +192,8 @@ func (e *Edge) Stop(ctx context.Context, req *harenav1.StopRequest) (*harenav1.S
 	if grace < 0 || grace > 10*time.Minute {
 		return nil, errs.OverLimit(errs.Invalid, "grace of a stop", "10m", grace)
 	}
+	// Before they are listed: a creation looks at it as it joins them.
+	e.stops.add(req.GetSelector(), e.clock.Now())
 	boxes, missing, err := e.selected(req.GetSelector(), func(s sandbox.State) bool { return s != sandbox.Stopped || req.GetRemove() })
 	if err != nil {
 		return nil, err

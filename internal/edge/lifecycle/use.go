@@ -18,8 +18,10 @@ type Use struct {
 	box  *box
 }
 
-// Enter begins a call into a sandbox. It waits, for a bounded time, for one that is still being created. files says that the
+// Enter begins a call into a sandbox. It waits, for a bounded time, for one that is still being created, and resumes one that
+// is paused. files says that the
 // call is about files, or what was recorded: those of a failed sandbox can still be used. precondition: the sandbox does not run.
+// capacity: it is paused, and the node has no room for its memory.
 func (e *Edge) Enter(ctx context.Context, id sandbox.ID, files bool) (*Use, error) {
 	b, err := e.find(id)
 	if err != nil {
@@ -39,7 +41,15 @@ func (e *Edge) Enter(ctx context.Context, id sandbox.ID, files bool) (*Use, erro
 	b.streams.Add(1)
 	use := &Use{edge: e, box: b}
 	r := b.record()
+	if r.State == sandbox.Running {
+		return use, nil
+	}
 	if r.State.CanExec() {
+		// It is paused, or on the way there or back. Another pause may follow; then the call stands still with the sandbox.
+		if err := e.resume(ctx, b); err != nil {
+			b.streams.Add(-1)
+			return nil, err
+		}
 		return use, nil
 	}
 	if r.State == sandbox.Failed && files && r.Reason != reasonStopFailed {

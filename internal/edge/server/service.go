@@ -47,13 +47,23 @@ func (s service) Stop(ctx context.Context, req *connect.Request[harenav1.StopReq
 }
 
 // Pause implements EdgeService.
-func (s service) Pause(context.Context, *connect.Request[harenav1.PauseRequest]) (*connect.Response[harenav1.PauseResponse], error) {
-	return nil, lifecycle.NotBuilt("pause")
+func (s service) Pause(ctx context.Context, req *connect.Request[harenav1.PauseRequest]) (*connect.Response[harenav1.PauseResponse], error) {
+	return answer(s.edge.Pause(ctx, req.Msg))
 }
 
 // Resume implements EdgeService.
-func (s service) Resume(context.Context, *connect.Request[harenav1.ResumeRequest]) (*connect.Response[harenav1.ResumeResponse], error) {
-	return nil, lifecycle.NotBuilt("resume")
+func (s service) Resume(ctx context.Context, req *connect.Request[harenav1.ResumeRequest]) (*connect.Response[harenav1.ResumeResponse], error) {
+	return answer(s.edge.Resume(ctx, req.Msg))
+}
+
+// ListJobs implements EdgeService.
+func (s service) ListJobs(_ context.Context, req *connect.Request[harenav1.ListJobsRequest]) (*connect.Response[harenav1.ListJobsResponse], error) {
+	return answer(s.edge.ListJobs(req.Msg), nil)
+}
+
+// LeaseJob implements EdgeService.
+func (s service) LeaseJob(ctx context.Context, req *connect.Request[harenav1.LeaseJobRequest]) (*connect.Response[harenav1.LeaseJobResponse], error) {
+	return answer(s.edge.LeaseJob(ctx, req.Msg))
 }
 
 // Fork implements EdgeService.
@@ -67,8 +77,8 @@ func (s service) Snapshot(context.Context, *connect.Request[harenav1.SnapshotReq
 }
 
 // SetNetwork implements EdgeService.
-func (s service) SetNetwork(context.Context, *connect.Request[harenav1.SetNetworkRequest]) (*connect.Response[harenav1.SetNetworkResponse], error) {
-	return nil, lifecycle.NotBuilt("network policy")
+func (s service) SetNetwork(ctx context.Context, req *connect.Request[harenav1.SetNetworkRequest]) (*connect.Response[harenav1.SetNetworkResponse], error) {
+	return answer(s.edge.SetNetwork(ctx, req.Msg))
 }
 
 // SetGuard implements EdgeService.

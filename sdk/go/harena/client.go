@@ -47,6 +47,7 @@ type Client struct {
 	layer     harenav1connect.LayerServiceClient
 	event     harenav1connect.EventServiceClient
 	fleet     harenav1connect.FleetServiceClient
+	job       harenav1connect.JobServiceClient
 
 	// patience is how long a broken stream is tried again without any progress.
 	patience time.Duration
@@ -147,6 +148,7 @@ func newClient(o options) (*Client, error) {
 	c.layer = harenav1connect.NewLayerServiceClient(c.http, base, opts)
 	c.event = harenav1connect.NewEventServiceClient(c.http, base, opts)
 	c.fleet = harenav1connect.NewFleetServiceClient(c.http, base, opts)
+	c.job = harenav1connect.NewJobServiceClient(c.http, base, opts)
 	return c, nil
 }
 
