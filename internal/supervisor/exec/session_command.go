@@ -53,14 +53,12 @@ func (ses *session) enter(ctx context.Context, id string) error {
 	select {
 	case ses.turn <- struct{}{}:
 	case <-ses.gone:
+		return ses.endedError()
 	case <-ctx.Done():
 		return fmt.Errorf("%w: %w", errGivenUp, ctx.Err())
 	}
 	if ses.hasEnded() {
-		select {
-		case <-ses.turn:
-		default:
-		}
+		<-ses.turn
 		return ses.endedError()
 	}
 	ses.mu.Lock()
