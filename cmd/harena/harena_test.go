@@ -116,7 +116,7 @@ func TestUpRefuses(t *testing.T) {
 		kind   errs.Kind
 		text   string
 	}{
-		"size":    {func(f *upFlags) { f.dataSize = "5g" }, errs.Unsupported, "--data-size"},
+		"size":    {func(f *upFlags) { f.dataSize = 5 << 20 }, errs.Invalid, "--data-size"},
 		"level":   {func(f *upFlags) { f.logLevel = "loud" }, errs.Invalid, "loud"},
 		"busy":    {func(f *upFlags) { f.listen = busy.Addr().String() }, errs.Precondition, "is in use"},
 		"nowhere": {func(f *upFlags) { f.listen = "192.0.2.1:1" }, errs.Invalid, "not one of this machine"},

@@ -37,6 +37,7 @@ type node struct {
 
 type nodeConfig struct {
 	data, guest string
+	dataSize    int64 // of a volume, 0: none, or the one that is there
 	lockWait    time.Duration
 	log         *slog.Logger
 }
@@ -54,7 +55,7 @@ func openNode(ctx context.Context, c nodeConfig) (_ *node, err error) {
 			err = errors.Join(err, n.close(ctx))
 		}
 	}()
-	if n.dir, err = datadir.Open(c.data, datadir.Options{Rand: rand.Reader, LockWait: c.lockWait}); err != nil {
+	if n.dir, err = datadir.Open(c.data, datadir.Options{Rand: rand.Reader, LockWait: c.lockWait, Size: c.dataSize}); err != nil {
 		return nil, err
 	}
 	store, err := layer.Open(n.dir.Path(), layer.Limits{})

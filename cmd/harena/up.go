@@ -17,6 +17,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/harena-dev/harena/internal/cli"
 	"github.com/harena-dev/harena/internal/control/server"
 	"github.com/harena-dev/harena/internal/edge/lifecycle/datadir"
 	"github.com/harena-dev/harena/internal/errs"
@@ -33,7 +34,8 @@ const (
 )
 
 type upFlags struct {
-	data, dataSize, listen, guest, logLevel string
+	data, listen, guest, logLevel string
+	dataSize                      cli.Size
 }
 
 func upCommand() *cobra.Command {
@@ -47,7 +49,8 @@ func upCommand() *cobra.Command {
 		},
 	}
 	dataFlag(cmd, &f.data)
-	cmd.Flags().StringVar(&f.dataSize, "data-size", "", "`SIZE` of the data directory (not supported yet)")
+	cmd.Flags().Var(&f.dataSize, "data-size", "keep the data on a volume of `SIZE` bytes (as 50g), reserved at once, with quotas and cheap copies; remembered, can grow")
+	cmd.Flag("data-size").DefValue = ""
 	cmd.Flags().StringVar(&f.listen, "listen", defaultListen, "`ADDR`ess to serve on")
 	cmd.Flags().StringVar(&f.guest, "guest", "", "`PATH` of harena-guest (default beside this program)")
 	cmd.Flags().StringVar(&f.logLevel, "log-level", "info", "debug, info, warn or error")
@@ -68,9 +71,6 @@ func needRoot(what string) error {
 }
 
 func up(ctx context.Context, f upFlags, stdout, stderr io.Writer) (err error) {
-	if f.dataSize != "" {
-		return errs.E(errs.Unsupported, "--data-size is not built yet").WithHint("give the node a file system of the size that it may use")
-	}
 	if err := needRoot("up"); err != nil {
 		return err
 	}
@@ -89,7 +89,7 @@ func up(ctx context.Context, f upFlags, stdout, stderr io.Writer) (err error) {
 	}
 	defer func() { _ = listener.Close() }()
 	fmt.Fprintf(stdout, "opening %s\n", f.data)
-	n, err := openNode(ctx, nodeConfig{data: f.data, guest: f.guest, lockWait: lockWait, log: log})
+	n, err := openNode(ctx, nodeConfig{data: f.data, dataSize: int64(f.dataSize), guest: f.guest, lockWait: lockWait, log: log})
 	if err != nil {
 		return datadir.Fault("start", f.data, err)
 	}

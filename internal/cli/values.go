@@ -12,6 +12,9 @@ import (
 // sizeValue is a flag of bytes: 512m, 2GiB, 1.5g, 4096. Multiples are of 1,024.
 type sizeValue int64
 
+// Size is that flag for the commands of servers.
+type Size = sizeValue
+
 func (v *sizeValue) String() string { return strconv.FormatInt(int64(*v), 10) }
 func (v *sizeValue) Type() string   { return "SIZE" }
 func (v *sizeValue) Set(s string) error {

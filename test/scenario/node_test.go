@@ -174,6 +174,7 @@ func readmeBlocks() (map[string]string, error) {
 // ownNode is a `harena up` of this suite.
 type ownNode struct {
 	dir, url, token string
+	flags           []string // of harena up, beside where
 	cmd             *exec.Cmd
 	exited          chan struct{}
 	log             *os.File
@@ -246,7 +247,7 @@ func (o *ownNode) start() error {
 		return err
 	}
 	o.log = log
-	o.cmd = exec.Command(program("harena"), "up", "--data", o.dir, "--listen", listen)
+	o.cmd = exec.Command(program("harena"), append([]string{"up", "--data", o.dir, "--listen", listen}, o.flags...)...)
 	o.cmd.Stderr = log
 	// A process group of its own: what a terminal's Ctrl-C would reach is tested separately.
 	o.cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}

@@ -84,7 +84,7 @@ func (e *Edge) make(ctx context.Context, b *box, watch *stopwatch) error {
 			e.event("sandbox.created", b.record(), "", nil)
 			return e.records.create(b.record())
 		}},
-		{"dirs", func() error { return e.records.makeUpper(b.id) }},
+		{"dirs", func() error { return e.records.makeUpper(b.id, rec.Spec.GetLimits().GetDisk()) }},
 		{"layers.mount", func() (err error) {
 			dirs, err = e.cfg.Layers.Acquire(ctx, string(b.id), digests(stack.Layers))
 			release()
@@ -126,6 +126,7 @@ func (e *Edge) make(ctx context.Context, b *box, watch *stopwatch) error {
 		return err
 	}
 	e.attend(b, be)
+	e.watchDisk(b, be, false)
 	return nil
 }
 
@@ -207,6 +208,7 @@ func (e *Edge) destroy(ctx context.Context, b *box) error {
 	if err != nil {
 		return err
 	}
+	e.unwatchDisk(b.id)
 	if err := e.fault("backend.destroy"); err != nil {
 		return err
 	}

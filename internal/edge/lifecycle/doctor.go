@@ -39,6 +39,7 @@ func (e *Edge) Doctor(ctx context.Context) *harenav1.DoctorResponse {
 		checks = append(checks, b.Checks(ctx)...)
 	}
 	checks = append(checks, e.cfg.Layers.Checks(ctx)...)
+	checks = append(checks, e.diskChecks()...)
 	leaks, err := e.lasting()
 	return diagnose(append(checks, checkLeaks(leaks, err)...))
 }

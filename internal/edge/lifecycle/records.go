@@ -7,6 +7,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/harena-dev/harena/internal/edge/disk"
 	"github.com/harena-dev/harena/internal/edge/lifecycle/datadir"
 	"github.com/harena-dev/harena/internal/sandbox"
 )
@@ -19,6 +20,7 @@ const recordName = "record.json"
 // server (the page cache does) and not a loss of power. A record that a loss of power tore is set aside, with its files.
 type records struct {
 	root string // the data directory
+	disk *disk.Disk
 }
 
 func (s records) dir(id sandbox.ID) string { return filepath.Join(s.root, "sandboxes", string(id)) }
@@ -48,13 +50,16 @@ func (s records) write(r *Record) error {
 	return s.fault("write the sandbox's record", err)
 }
 
-// makeUpper makes the directories of the writable layer.
-func (s records) makeUpper(id sandbox.ID) error {
+// makeUpper makes the directories of the writable layer, which may grow to limit bytes.
+func (s records) makeUpper(id sandbox.ID, limit int64) error {
+	if err := s.disk.Make(s.upper(id), limit); err != nil {
+		return s.fault("make the sandbox's writable layer", err)
+	}
 	// The upper's root becomes the root directory inside.
 	for _, d := range []struct {
 		name string
 		mode os.FileMode
-	}{{"upper", 0o700}, {"upper/data", 0o755}, {"upper/work", 0o700}} {
+	}{{"upper/data", 0o755}, {"upper/work", 0o700}} {
 		path := filepath.Join(s.dir(id), d.name)
 		if err := os.Mkdir(path, d.mode); err != nil {
 			return s.fault("make the sandbox's writable layer", err)

@@ -12,6 +12,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/harena-dev/harena/internal/edge/disk"
 	"github.com/harena-dev/harena/internal/sandbox"
 )
 
@@ -213,6 +214,10 @@ func (e eraser) at(parent int, name string, depth int) error {
 	}
 	if !errors.Is(err, unix.EISDIR) && !errors.Is(err, unix.EPERM) {
 		return fmt.Errorf("remove a file: %w", err)
+	}
+	// Writable layers are the trash's entries, or right below them.
+	if depth <= 1 && disk.Erase(parent, name) {
+		return nil
 	}
 	if err = unix.Unlinkat(parent, name, unix.AT_REMOVEDIR); err == nil || errors.Is(err, unix.ENOENT) {
 		return nil

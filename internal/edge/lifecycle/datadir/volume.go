@@ -28,9 +28,6 @@ const (
 // is none and none is wanted.
 func (d *Dir) openVolume() error {
 	size := d.opts.Size
-	if size != 0 && size < MinVolume {
-		return errs.OverLimit(errs.Invalid, "the least --data-size, in bytes", int64(MinVolume), size)
-	}
 	// Two servers that start at once wait for each other here; later the lock file is in the volume.
 	dir, err := os.Open(d.path)
 	if err != nil {
