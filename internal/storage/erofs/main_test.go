@@ -16,8 +16,11 @@ import (
 	"github.com/harena-dev/harena/internal/storage/erofs/erofstest"
 )
 
-// images is a pair of files that a writer fills.
-type images struct{ meta, blob *os.File }
+// images is a pair of files that a writer fills, and blobs of other layers.
+type images struct {
+	meta, blob *os.File
+	extra      []*os.File
+}
 
 func newImages(t testing.TB) images {
 	t.Helper()
@@ -30,7 +33,7 @@ func newImages(t testing.TB) images {
 		t.Cleanup(func() { f.Close() })
 		return f
 	}
-	return images{open("meta"), open("blob")}
+	return images{meta: open("meta"), blob: open("blob")}
 }
 
 func fromDir(t testing.TB, dir string, o erofs.Options) (images, *erofs.Result) {
@@ -80,7 +83,11 @@ func (im images) mount(t testing.TB) string {
 		t.Fatal(err)
 	}
 	defer unix.Close(fs)
-	for _, kv := range [][2]string{{"source", im.meta.Name()}, {"device", im.blob.Name()}} {
+	options := [][2]string{{"source", im.meta.Name()}, {"device", im.blob.Name()}}
+	for _, x := range im.extra {
+		options = append(options, [2]string{"device", x.Name()})
+	}
+	for _, kv := range options {
 		if err := unix.FsconfigSetString(fs, kv[0], kv[1]); err != nil {
 			t.Fatalf("fsconfig %s: %v", kv[0], err)
 		}
@@ -104,7 +111,11 @@ func (im images) fsck(t testing.TB) {
 		t.Log("fsck.erofs is not installed: image not checked with it")
 		return
 	}
-	out, err := exec.Command(path, "--device="+im.blob.Name(), im.meta.Name()).CombinedOutput()
+	args := []string{"--device=" + im.blob.Name()}
+	for _, x := range im.extra {
+		args = append(args, "--device="+x.Name())
+	}
+	out, err := exec.Command(path, append(args, im.meta.Name())...).CombinedOutput()
 	if err != nil {
 		t.Errorf("fsck.erofs: %v\n%s", err, out)
 	}
@@ -112,7 +123,11 @@ func (im images) fsck(t testing.TB) {
 
 func (im images) open(t testing.TB) *erofs.Image {
 	t.Helper()
-	img, err := erofs.Open(im.meta, im.blob)
+	blobs := []io.ReaderAt{im.blob}
+	for _, x := range im.extra {
+		blobs = append(blobs, x)
+	}
+	img, err := erofs.Open(im.meta, blobs...)
 	if err != nil {
 		t.Fatal(err)
 	}
