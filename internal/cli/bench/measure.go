@@ -28,10 +28,11 @@ var measures = map[string]func(context.Context, *runner) ([]Result, error){
 	"exec":    execute,
 	"burst":   burst,
 	"density": density,
+	"layer":   layers,
 }
 
 // Names lists the measures.
-func Names() []string { return []string{"create", "exec", "burst", "density"} }
+func Names() []string { return []string{"create", "exec", "burst", "density", "layer"} }
 
 type runner struct {
 	client *harena.Client

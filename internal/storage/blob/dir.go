@@ -246,22 +246,26 @@ func (d *Dir) Delete(ctx context.Context, names ...string) error {
 	}
 	for _, name := range names {
 		_, err := inRoot(ctx, d, func(root *os.Root) (struct{}, error) {
-			info, err := root.Lstat(name)
-			if err != nil || info.IsDir() {
-				return struct{}{}, err
-			}
-			if err := root.Remove(name); err != nil {
-				return struct{}{}, err
-			}
-			for dir := path.Dir(name); dir != "."; dir = path.Dir(dir) {
-				if root.Remove(dir) != nil {
-					break
-				}
-			}
-			return struct{}{}, nil
+			return struct{}{}, remove(root, name)
 		}, nil)
 		if err = dirError(name, err); err != nil && !errs.Is(err, errs.NotFound) {
 			return err
+		}
+	}
+	return nil
+}
+
+func remove(root *os.Root, name string) error {
+	info, err := root.Lstat(name)
+	if err != nil || info.IsDir() {
+		return err
+	}
+	if err := root.Remove(name); err != nil {
+		return err
+	}
+	for dir := path.Dir(name); dir != "."; dir = path.Dir(dir) {
+		if root.Remove(dir) != nil {
+			break // it has others
 		}
 	}
 	return nil
@@ -301,7 +305,8 @@ func (d *Dir) write(ctx context.Context, f *os.File, r io.Reader) error {
 	buf := make([]byte, dirBuffer)
 	for {
 		n, err := io.ReadFull(&contextReader{ctx, r}, buf)
-		if err != nil && !errors.Is(err, io.EOF) && !errors.Is(err, io.ErrUnexpectedEOF) {
+		last := errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF)
+		if err != nil && !last {
 			return err
 		}
 		if n > 0 {
@@ -309,7 +314,7 @@ func (d *Dir) write(ctx context.Context, f *os.File, r io.Reader) error {
 				return werr
 			}
 		}
-		if err != nil {
+		if last {
 			return nil
 		}
 	}

@@ -140,7 +140,6 @@ func (s *S3) sendParts(ctx context.Context, name, id string, first []byte, r io.
 		if last || failure != nil {
 			break
 		}
-		buf, n = nil, 0
 		if k := len(free); k > 0 && cap(free[k-1]) >= partSize(i+1) {
 			buf, free = free[k-1][:partSize(i+1)], free[:k-1]
 		} else {

@@ -1,0 +1,210 @@
+package bench
+
+import (
+	"archive/tar"
+	"compress/gzip"
+	"context"
+	"crypto/rand"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"sort"
+	"strings"
+	"syscall"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+)
+
+// treeLimit bounds the content of the image that is made of this machine's programs.
+const treeLimit = 1500 << 20
+
+// treeRoots are what it is made of, most useful first; firmware, kernels and debug symbols are of no use in a container.
+func treeRoots() []string {
+	roots := []string{"bin", "sbin", "lib", "lib64", "etc/passwd", "etc/group", "etc/ld.so.cache", "etc/ld.so.conf", "etc/alternatives", "usr/bin"}
+	libs, _ := filepath.Glob("/usr/lib/*")
+	sort.Slice(libs, func(i, j int) bool { return treeRank(libs[i]) < treeRank(libs[j]) })
+	for _, lib := range libs {
+		switch filepath.Base(lib) {
+		case "firmware", "modules", "debug", "linux-kbuild-6.1":
+		default:
+			roots = append(roots, lib[1:])
+		}
+	}
+	return append(roots, "usr/lib64", "usr/include", "usr/share/perl", "usr/share/zoneinfo")
+}
+
+func treeRank(lib string) string {
+	switch base := filepath.Base(lib); {
+	case strings.HasSuffix(base, "-linux-gnu"):
+		return "0" + base
+	case strings.HasPrefix(base, "python"):
+		return "1" + base
+	default:
+		return "2" + base
+	}
+}
+
+// writeTree writes a tar of this machine's programs, up to a limit of content.
+func writeTree(ctx context.Context, file string, limit int64) error {
+	f, err := os.Create(file)
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	w := tar.NewWriter(f)
+	for _, dir := range []string{"dev", "proc", "sys", "tmp", "run", "root", "etc", "usr", "usr/lib", "usr/share"} {
+		if err := w.WriteHeader(&tar.Header{Name: dir + "/", Typeflag: tar.TypeDir, Mode: 0o755}); err != nil {
+			return err
+		}
+	}
+	for _, root := range treeRoots() {
+		err := filepath.WalkDir("/"+root, func(path string, e fs.DirEntry, err error) error {
+			if errors.Is(err, fs.ErrNotExist) || errors.Is(err, fs.ErrPermission) {
+				return nil
+			}
+			if err := errors.Join(err, ctx.Err()); err != nil {
+				return err
+			}
+			return addToTree(w, path, e, &limit)
+		})
+		if err != nil {
+			return err
+		}
+	}
+	return errors.Join(w.Close(), f.Close())
+}
+
+func addToTree(w *tar.Writer, path string, e fs.DirEntry, limit *int64) error {
+	info, err := e.Info()
+	if err != nil {
+		return nil // removed meanwhile
+	}
+	target := ""
+	switch {
+	case info.Mode().IsRegular() && info.Size() > *limit:
+		return nil
+	case info.Mode()&fs.ModeSymlink != 0:
+		if target, err = os.Readlink(path); err != nil {
+			return nil
+		}
+	case !info.Mode().IsRegular() && !info.IsDir():
+		return nil
+	}
+	h, err := tar.FileInfoHeader(info, target)
+	if err != nil {
+		return err
+	}
+	if h.Name = path[1:]; info.IsDir() {
+		h.Name += "/"
+	}
+	if !info.Mode().IsRegular() {
+		return w.WriteHeader(h)
+	}
+	f, err := os.Open(path)
+	if err != nil {
+		return nil
+	}
+	defer f.Close()
+	*limit -= info.Size()
+	if err := w.WriteHeader(h); err != nil {
+		return err
+	}
+	_, err = io.CopyN(w, f, h.Size)
+	return err
+}
+
+// gzipFile writes a compressed copy of a file, as registries keep layers.
+func gzipFile(from, to string) error {
+	in, err := os.Open(from)
+	if err != nil {
+		return err
+	}
+	defer in.Close()
+	out, err := os.Create(to)
+	if err != nil {
+		return err
+	}
+	defer out.Close()
+	z := gzip.NewWriter(out)
+	_, err = io.Copy(z, in)
+	return errors.Join(err, z.Close(), out.Close())
+}
+
+// randomTar writes a tar with one file of random bytes.
+func randomTar(file, name string, size int64) error {
+	f, err := os.Create(file)
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	w := tar.NewWriter(f)
+	if err := w.WriteHeader(&tar.Header{Name: name, Typeflag: tar.TypeReg, Mode: 0o644, Size: size}); err != nil {
+		return err
+	}
+	_, err = io.CopyN(w, rand.Reader, size)
+	return errors.Join(err, w.Close(), f.Close())
+}
+
+// pages looks at the page cache of all regular files below dir.
+type pages struct{ dir string }
+
+// readAhead sets how much the kernel reads beyond what was asked for, on the mounted file system, in KiB.
+func (p pages) readAhead(kib int) error {
+	var s unix.Stat_t
+	if err := unix.Stat(p.dir, &s); err != nil {
+		return err
+	}
+	return os.WriteFile(fmt.Sprintf("/sys/class/bdi/%d:%d/read_ahead_kb", unix.Major(s.Dev), unix.Minor(s.Dev)), fmt.Append(nil, kib), 0)
+}
+
+// drop forgets what is cached.
+func (p pages) drop() error {
+	return p.each(func(f *os.File, _ int64) error {
+		return unix.Fadvise(int(f.Fd()), 0, 0, unix.FADV_DONTNEED)
+	})
+}
+
+// touched is the number of bytes of pages that are cached.
+func (p pages) touched() (bytes int64, err error) {
+	err = p.each(func(f *os.File, size int64) error {
+		if size == 0 {
+			return nil
+		}
+		m, err := unix.Mmap(int(f.Fd()), 0, int(size), unix.PROT_READ, unix.MAP_SHARED)
+		if err != nil {
+			return fmt.Errorf("mmap %s: %w", f.Name(), err)
+		}
+		defer func() { _ = unix.Munmap(m) }()
+		v := make([]byte, (size+4095)/4096)
+		if _, _, e := unix.Syscall(unix.SYS_MINCORE, uintptr(unsafe.Pointer(&m[0])), uintptr(size), uintptr(unsafe.Pointer(&v[0]))); e != 0 {
+			return fmt.Errorf("mincore %s: %w", f.Name(), e)
+		}
+		for _, b := range v {
+			bytes += int64(b&1) * 4096
+		}
+		return nil
+	})
+	return bytes, err
+}
+
+func (p pages) each(f func(*os.File, int64) error) error {
+	return filepath.WalkDir(p.dir, func(path string, e fs.DirEntry, err error) error {
+		if err != nil || !e.Type().IsRegular() {
+			return err
+		}
+		file, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NOFOLLOW, 0)
+		if err != nil {
+			return err
+		}
+		defer file.Close()
+		info, err := file.Stat()
+		if err != nil {
+			return err
+		}
+		return f(file, info.Size())
+	})
+}
