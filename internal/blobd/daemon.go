@@ -197,6 +197,9 @@ func (d *daemon) renew() error {
 		d.s.Log.Error("nobody holds the connection: if this daemon dies, mounts over it break", "err", err)
 	}
 	d.serveLocked(conn)
+	if err := fuseblob.Prime(dir); err != nil {
+		return err
+	}
 	if broken := d.degraded(); len(broken) > 0 {
 		d.log.add(Event{Kind: EventDegraded, Layers: broken,
 			Message: "no daemon served for too long: what is mounted from the layers gives EIO until it is attached and mounted anew"})

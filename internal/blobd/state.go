@@ -107,7 +107,7 @@ func nodeOf(d blob.Sum) uint64 {
 	for _, b := range d[:8] {
 		n = n<<8 | uint64(b)
 	}
-	return max(n&^(1<<63), 2)
+	return max(n&^(1<<63), 3)
 }
 
 // files is what the kernel sees: fuseblob.Files.

@@ -33,7 +33,7 @@ const maxBackground = 512
 // File is what the kernel is told of a file.
 type File struct {
 	Name string // no "/", at most 255 bytes
-	Node uint64 // neither 0 nor 1
+	Node uint64 // above 2
 	Size int64
 }
 
@@ -173,6 +173,24 @@ func setReadahead(dir string, bytes int) error {
 		return fmt.Errorf("set read-ahead: %w", err)
 	}
 	return nil
+}
+
+const (
+	probeName = ".probe"
+	probeID   = 2
+)
+
+func probe() File { return File{Name: probeName, Node: probeID} }
+
+// Prime opens and closes an empty file of a connection that is being served, so that the kernel learns what is not there and
+// never asks again. Without it, the first close of a file would wait for a daemon: also that in an exec between fork and
+// program of any process that has one open, which then can neither go on nor be looked at in /proc.
+func Prime(dir string) error {
+	fd, err := unix.Open(filepath.Join(dir, probeName), unix.O_RDONLY|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return fmt.Errorf("open a file of %s: %w", dir, err)
+	}
+	return unix.Close(fd)
 }
 
 // deviceOf returns MAJOR:MINOR of the file system of a descriptor without asking that file system.

@@ -13,20 +13,16 @@ const (
 	opLookup      = 1
 	opForget      = 2
 	opGetattr     = 3
-	opOpen        = 14
 	opRead        = 15
 	opStatfs      = 17
 	opRelease     = 18
-	opFlush       = 25
 	opInit        = 26
-	opOpendir     = 27
 	opReaddir     = 28
 	opReleasedir  = 29
 	opAccess      = 34
 	opInterrupt   = 36
 	opDestroy     = 38
 	opBatchForget = 42
-	opStatx       = 52
 
 	notifyResend = 7
 

@@ -140,6 +140,9 @@ func (s *Server) handle(r request) {
 		s.interrupt(r.interrupted)
 	case opLookup:
 		f, ok := s.files.Lookup(r.name)
+		if r.name == probeName {
+			f, ok = probe(), true
+		}
 		if r.node != rootID || !ok {
 			s.fail(r.unique, unix.ENOENT)
 			return
@@ -166,20 +169,23 @@ func (s *Server) handle(r request) {
 		order.PutUint32(out[outHeaderLen+44:], 255)
 		order.PutUint32(out[outHeaderLen+48:], blockSize)
 		s.answer(r.unique, out)
-	case opRelease, opReleasedir, opFlush, opAccess, opDestroy:
+	case opRelease, opReleasedir, opAccess, opDestroy:
 		s.answer(r.unique, make([]byte, outHeaderLen))
 	case opInit:
 		// A second one: the connection would be broken.
 		s.fail(r.unique, unix.EPROTO)
 	default:
-		// Also OPEN and OPENDIR: there are no handles (FUSE_NO_OPEN_SUPPORT). The kernel asks once.
+		// Also OPEN and FLUSH: there are no handles (FUSE_NO_OPEN_SUPPORT). The kernel asks once; see Prime.
 		s.fail(r.unique, unix.ENOSYS)
 	}
 }
 
 func (s *Server) node(id uint64) (File, bool) {
-	if id == rootID {
+	switch id {
+	case rootID:
 		return File{Node: rootID}, true
+	case probeID:
+		return probe(), true
 	}
 	return s.files.Node(id)
 }
