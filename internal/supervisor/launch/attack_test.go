@@ -317,7 +317,8 @@ func TestMountsShowNoPathOfTheNode(t *testing.T) {
 			t.Errorf("the mounts show %q:\n%s", part, mounts)
 		}
 	}
-	if !strings.Contains(mounts, "lowerdir+=/,upperdir=/data,workdir=/work") {
+	// By descriptors, or on kernels that take none by names in a place that is gone.
+	if !strings.Contains(mounts, "lowerdir+=/,upperdir=/data,workdir=/work") && !strings.Contains(mounts, "lowerdir+=0,upperdir=1/data,workdir=1/work") {
 		t.Errorf("unexpected root mount:\n%s", mounts)
 	}
 	if strings.Contains(mounts, "/var") || strings.Contains(mounts, "ext4") {

@@ -6,6 +6,8 @@ import (
 	"os"
 	"path/filepath"
 	"runtime"
+	"slices"
+	"strconv"
 	"strings"
 
 	"golang.org/x/sys/unix"
@@ -15,8 +17,8 @@ import (
 )
 
 // overlay mounts the sandbox's root file system, detached: lowers (uppermost first) and the writable
-// layer, all mapped to the sandbox's IDs. Every directory is passed by a descriptor of a detached clone, so that the
-// mount's options show no path of the node: only "/" for a layer, and the names of upper and work.
+// layer, all mapped to the sandbox's IDs. Every directory is a detached clone, so that the
+// mount's options show no path of the node.
 //
 // The caller calls release when the start is over, even after an error: closing a detached mount waits for an RCU grace period.
 func overlay(lowers []string, upper, work string, userns *os.File, idBase int) (_ *os.File, release func(), err error) {
@@ -26,55 +28,144 @@ func overlay(lowers []string, upper, work string, userns *os.File, idBase int) (
 			_ = unix.Close(fd)
 		}
 	}
-	m, err := mountOverlay(lowers, upper, work, userns, idBase, &opened)
+	keep := func(fd int, err error) (int, error) {
+		if err == nil {
+			opened = append(opened, fd)
+		}
+		return fd, err
+	}
+	l, err := clones(lowers, upper, work, userns, keep)
+	if err != nil {
+		return nil, release, err
+	}
+	m, err := mountOverlay(l, l.byDescriptor, func(create func() error) error { return asOwner(idBase, create) }, keep)
+	// Descriptors are taken since Linux 6.13, those of detached mounts since 6.15.
+	if errors.Is(err, unix.EINVAL) {
+		m, err = mountAttached(l, idBase, keep)
+	}
 	if err != nil {
 		return nil, release, err
 	}
 	return os.NewFile(uintptr(m), "overlay"), release, nil
 }
 
-func mountOverlay(lowers []string, upper, work string, userns *os.File, idBase int, opened *[]int) (int, error) {
-	if filepath.Dir(upper) != filepath.Dir(work) {
-		return -1, errs.E(errs.Internal, "upper %s and work %s have no common parent", upper, work)
-	}
-	keep := func(fd int, err error) (int, error) {
-		if err == nil {
-			*opened = append(*opened, fd)
+// mountAttached is for kernels that take no descriptors of detached mounts.
+func mountAttached(l *layers, idBase int, keep func(int, error) (int, error)) (m int, err error) {
+	err = onThread(func() error {
+		if err := l.attach(); err != nil {
+			return err
 		}
-		return fd, err
-	}
+		m, err = mountOverlay(l, l.byName, func(create func() error) error { return withFsIDs(idBase, create) }, keep)
+		return err
+	})
+	return m, err
+}
 
-	fs, err := keep(unix.Fsopen("overlay", unix.FSOPEN_CLOEXEC))
-	if err != nil {
-		return -1, errs.E(errs.Unsupported, "this kernel has no overlayfs: %w", err).WithHint("load the module overlay")
+// layers are detached clones of the directories of an overlay.
+type layers struct {
+	lowers     []int
+	writable   int // parent of the two
+	upper      string
+	work       string
+	lowerPaths []string // for errors
+}
+
+func clones(lowers []string, upper, work string, userns *os.File, keep func(int, error) (int, error)) (*layers, error) {
+	if filepath.Dir(upper) != filepath.Dir(work) {
+		return nil, errs.E(errs.Internal, "upper %s and work %s have no common parent", upper, work)
 	}
+	l := &layers{upper: upper, work: work, lowerPaths: lowers}
+	for _, lower := range lowers {
+		fd, err := keep(idmapped(lower, userns))
+		if err != nil {
+			return nil, err
+		}
+		l.lowers = append(l.lowers, fd)
+	}
+	var err error
+	l.writable, err = keep(idmapped(filepath.Dir(upper), userns))
+	return l, err
+}
+
+// byDescriptor names the directories to the kernel by descriptors: the options show "/" for a layer, and the names of upper and work.
+func (l *layers) byDescriptor(fs int, keep func(int, error) (int, error)) error {
 	set := func(key string, fd int, name string) error {
 		if err := unix.FsconfigSetFd(fs, key, fd); err != nil {
 			return overlayError(fs, fmt.Sprintf("%s of %s", key, name), err)
 		}
 		return nil
 	}
-	for _, lower := range lowers {
-		fd, err := keep(idmapped(lower, userns))
-		if err != nil {
-			return -1, err
-		}
-		if err := set("lowerdir+", fd, lower); err != nil {
-			return -1, err
+	for i, fd := range l.lowers {
+		if err := set("lowerdir+", fd, l.lowerPaths[i]); err != nil {
+			return err
 		}
 	}
-	writable, err := keep(idmapped(filepath.Dir(upper), userns))
-	if err != nil {
-		return -1, err
-	}
-	for _, d := range [][2]string{{"upperdir", upper}, {"workdir", work}} {
-		fd, err := keep(unix.Openat(writable, filepath.Base(d[1]), unix.O_PATH|unix.O_DIRECTORY|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0))
+	for _, d := range [][2]string{{"upperdir", l.upper}, {"workdir", l.work}} {
+		fd, err := keep(unix.Openat(l.writable, filepath.Base(d[1]), unix.O_PATH|unix.O_DIRECTORY|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0))
 		if err != nil {
-			return -1, fmt.Errorf("open %s: %w", d[1], err)
+			return fmt.Errorf("open %s: %w", d[1], err)
 		}
 		if err := set(d[0], fd, d[1]); err != nil {
-			return -1, err
+			return err
 		}
+	}
+	return nil
+}
+
+// attach attaches the clones, in a mount namespace of the calling thread's own, to a file system that nobody
+// else sees, and makes that the working directory: older kernels take mounts of the caller's namespace only.
+// The namespace and what is attached in it end with the thread.
+func (l *layers) attach() error {
+	if err := unix.Unshare(unix.CLONE_NEWNS); err != nil {
+		return os.NewSyscallError("unshare", err)
+	}
+	// Else what is mounted here would be mounted on the node too, where systemd shares all mounts.
+	if err := unix.Mount("", "/", "", unix.MS_REC|unix.MS_PRIVATE, ""); err != nil {
+		return fmt.Errorf("make mounts private: %w", err)
+	}
+	place := filepath.Dir(l.upper)
+	if err := unix.Mount("tmpfs", place, "tmpfs", unix.MS_NOSUID|unix.MS_NODEV|unix.MS_NOEXEC, "size=64k,mode=700"); err != nil {
+		return fmt.Errorf("mount tmpfs on %s: %w", place, err)
+	}
+	if err := unix.Chdir(place); err != nil {
+		return fmt.Errorf("enter %s: %w", place, err)
+	}
+	for i, fd := range append(slices.Clone(l.lowers), l.writable) {
+		name := strconv.Itoa(i)
+		if err := unix.Mkdir(name, 0o700); err != nil {
+			return fmt.Errorf("make mount point: %w", err)
+		}
+		if err := unix.MoveMount(fd, "", unix.AT_FDCWD, name, unix.MOVE_MOUNT_F_EMPTY_PATH); err != nil {
+			return fmt.Errorf("attach a layer: %w", err)
+		}
+	}
+	return nil
+}
+
+// byName names the attached directories by paths from the working directory, which is what the options show.
+func (l *layers) byName(fs int, _ func(int, error) (int, error)) error {
+	writable := strconv.Itoa(len(l.lowers)) + "/"
+	var options [][2]string
+	for i := range l.lowers {
+		options = append(options, [2]string{"lowerdir+", strconv.Itoa(i)})
+	}
+	options = append(options, [2]string{"upperdir", writable + filepath.Base(l.upper)}, [2]string{"workdir", writable + filepath.Base(l.work)})
+	for _, o := range options {
+		if err := unix.FsconfigSetString(fs, o[0], o[1]); err != nil {
+			return overlayError(fs, o[0], err)
+		}
+	}
+	return nil
+}
+
+// mountOverlay makes the mount of directories that name tells the kernel; asOwner calls with the file system IDs of the sandbox's root.
+func mountOverlay(l *layers, name func(fs int, keep func(int, error) (int, error)) error, asOwner func(func() error) error, keep func(int, error) (int, error)) (int, error) {
+	fs, err := keep(unix.Fsopen("overlay", unix.FSOPEN_CLOEXEC))
+	if err != nil {
+		return -1, errs.E(errs.Unsupported, "this kernel has no overlayfs: %w", err).WithHint("load the module overlay")
+	}
+	if err := name(fs, keep); err != nil {
+		return -1, err
 	}
 	for _, o := range confine.OverlayOptions {
 		if o.Value == "" {
@@ -86,13 +177,13 @@ func mountOverlay(lowers []string, upper, work string, userns *os.File, idBase i
 			return -1, overlayError(fs, o.Key, err)
 		}
 	}
-	if err := clearVolatile(writable, filepath.Base(work)); err != nil {
+	if err := clearVolatile(l.writable, filepath.Base(l.work)); err != nil {
 		return -1, err
 	}
 	if err := unix.FsconfigSetString(fs, "source", "overlay"); err != nil {
 		return -1, overlayError(fs, "source", err)
 	}
-	if err := asOwner(idBase, func() error { return unix.FsconfigCreate(fs) }); err != nil {
+	if err := asOwner(func() error { return unix.FsconfigCreate(fs) }); err != nil {
 		return -1, overlayError(fs, "mount", err)
 	}
 	m, err := unix.Fsmount(fs, unix.FSMOUNT_CLOEXEC, confine.RootAttrs)
@@ -151,9 +242,6 @@ func overlayError(fs int, what string, err error) error {
 		lines = append(lines, strings.TrimSpace(string(buf[:n])))
 	}
 	detail := strings.Join(lines, "; ")
-	if errors.Is(err, unix.EINVAL) && strings.Contains(detail, "lowerdir+") {
-		return errs.E(errs.Unsupported, "overlay %s: %w (%s)", what, err, detail).WithHint("Linux 6.13 or newer is needed")
-	}
 	return fmt.Errorf("overlay %s: %w (%s)", what, err, detail)
 }
 
@@ -171,6 +259,23 @@ func asOwner(id int, f func() error) error {
 				runtime.UnlockOSThread()
 			}
 		}
+		result <- err
+	}()
+	return <-result
+}
+
+// onThread calls f on a thread of its own, which ends afterwards.
+func onThread(f func() error) error {
+	result := make(chan error)
+	go func() {
+		runtime.LockOSThread()
+		if unix.Gettid() != unix.Getpid() {
+			result <- f()
+			return // a thread that is still locked ends with its goroutine
+		}
+		// The main thread never ends: another one, while this one is held.
+		err := onThread(f)
+		runtime.UnlockOSThread()
 		result <- err
 	}()
 	return <-result
