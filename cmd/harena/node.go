@@ -22,6 +22,7 @@ import (
 	"github.com/harena-dev/harena/internal/edge/lifecycle"
 	"github.com/harena-dev/harena/internal/edge/lifecycle/datadir"
 	edgeserver "github.com/harena-dev/harena/internal/edge/server"
+	"github.com/harena-dev/harena/internal/edge/swap"
 	"github.com/harena-dev/harena/internal/errs"
 	"github.com/harena-dev/harena/internal/storage/layer"
 )
@@ -31,6 +32,7 @@ type node struct {
 	dir       *datadir.Dir
 	mounts    *layer.Mounts
 	container *container.Backend
+	swap      *swap.Swap
 	edge      *lifecycle.Edge
 	handler   http.Handler // what the edge serves to the apiserver
 }
@@ -38,6 +40,7 @@ type node struct {
 type nodeConfig struct {
 	data, guest string
 	dataSize    int64 // of a volume, 0: none, or the one that is there
+	swap        swap.Want
 	lockWait    time.Duration
 	log         *slog.Logger
 }
@@ -71,9 +74,13 @@ func openNode(ctx context.Context, c nodeConfig) (_ *node, err error) {
 	if err != nil {
 		return nil, err
 	}
+	if n.swap, err = swap.Open(n.dir.Path(), n.dir.Edge(), c.swap); err != nil {
+		return nil, err
+	}
 	n.edge, err = lifecycle.Open(ctx, lifecycle.Config{
 		Dir: n.dir, Backends: []backend.Backend{n.container}, Layers: &nodeLayers{store, n.mounts},
 		Rand: rand.Reader, Log: c.log.With("part", "edge"), Version: version,
+		Checks: n.swap.Checks,
 	})
 	if err != nil {
 		return nil, err
@@ -113,7 +120,7 @@ func (n *node) close(ctx context.Context) error {
 // down stops all sandboxes and leaves nothing of the node but its files. A step
 // that fails does not keep the others from being tried.
 func (n *node) down(ctx context.Context) error {
-	failed := []error{n.edge.StopAll(ctx), n.edge.Shutdown(ctx), n.mounts.Close(), n.container.Close()}
+	failed := []error{n.edge.StopAll(ctx), n.edge.Shutdown(ctx), n.mounts.Close(), n.container.Close(), n.swap.Remove()}
 	root, err := cgroup.Open("harena-" + string(n.dir.Edge()))
 	if err == nil {
 		err = root.Remove(ctx)

@@ -20,6 +20,7 @@ import (
 	"github.com/harena-dev/harena/internal/cli"
 	"github.com/harena-dev/harena/internal/control/server"
 	"github.com/harena-dev/harena/internal/edge/lifecycle/datadir"
+	"github.com/harena-dev/harena/internal/edge/swap"
 	"github.com/harena-dev/harena/internal/errs"
 )
 
@@ -35,7 +36,7 @@ const (
 
 type upFlags struct {
 	data, listen, guest, logLevel string
-	dataSize                      cli.Size
+	dataSize, zram, swap          cli.Size
 }
 
 func upCommand() *cobra.Command {
@@ -45,12 +46,23 @@ func upCommand() *cobra.Command {
 		Long: "Run a node: all servers in one process. It is ready when it prints a line that begins with \"ready\", and writes\nwhat clients need to DIR/client.json. SIGTERM ends it and leaves sandboxes running; `harena down` ends all.",
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			return shown(up(cmd.Context(), f, cmd.OutOrStdout(), cmd.ErrOrStderr()))
+			var want swap.Want
+			if cmd.Flags().Changed("zram") {
+				want.Zram = (*int64)(&f.zram)
+			}
+			if cmd.Flags().Changed("swap") {
+				want.File = (*int64)(&f.swap)
+			}
+			return shown(up(cmd.Context(), f, want, cmd.OutOrStdout(), cmd.ErrOrStderr()))
 		},
 	}
 	dataFlag(cmd, &f.data)
 	cmd.Flags().Var(&f.dataSize, "data-size", "keep the data on a volume of `SIZE` bytes (as 50g), reserved at once, with quotas and cheap copies; remembered, can grow")
 	cmd.Flag("data-size").DefValue = ""
+	cmd.Flags().Var(&f.zram, "zram", "put memory of paused sandboxes into up to `SIZE` bytes of compressed memory; remembered, 0 for none")
+	cmd.Flag("zram").DefValue = ""
+	cmd.Flags().Var(&f.swap, "swap", "put memory of paused sandboxes into a file of `SIZE` bytes in DIR, after --zram; remembered, 0 for none")
+	cmd.Flag("swap").DefValue = ""
 	cmd.Flags().StringVar(&f.listen, "listen", defaultListen, "`ADDR`ess to serve on")
 	cmd.Flags().StringVar(&f.guest, "guest", "", "`PATH` of harena-guest (default beside this program)")
 	cmd.Flags().StringVar(&f.logLevel, "log-level", "info", "debug, info, warn or error")
@@ -70,7 +82,7 @@ func needRoot(what string) error {
 		WithHint("run it with sudo; clients need no root")
 }
 
-func up(ctx context.Context, f upFlags, stdout, stderr io.Writer) (err error) {
+func up(ctx context.Context, f upFlags, want swap.Want, stdout, stderr io.Writer) (err error) {
 	if err := needRoot("up"); err != nil {
 		return err
 	}
@@ -89,7 +101,7 @@ func up(ctx context.Context, f upFlags, stdout, stderr io.Writer) (err error) {
 	}
 	defer func() { _ = listener.Close() }()
 	fmt.Fprintf(stdout, "opening %s\n", f.data)
-	n, err := openNode(ctx, nodeConfig{data: f.data, dataSize: int64(f.dataSize), guest: f.guest, lockWait: lockWait, log: log})
+	n, err := openNode(ctx, nodeConfig{data: f.data, dataSize: int64(f.dataSize), guest: f.guest, swap: want, lockWait: lockWait, log: log})
 	if err != nil {
 		return datadir.Fault("start", f.data, err)
 	}

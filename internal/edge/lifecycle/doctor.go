@@ -40,6 +40,9 @@ func (e *Edge) Doctor(ctx context.Context) *harenav1.DoctorResponse {
 	}
 	checks = append(checks, e.cfg.Layers.Checks(ctx)...)
 	checks = append(checks, e.diskChecks()...)
+	if e.cfg.Checks != nil {
+		checks = append(checks, e.cfg.Checks()...)
+	}
 	leaks, err := e.lasting()
 	return diagnose(append(checks, checkLeaks(leaks, err)...))
 }

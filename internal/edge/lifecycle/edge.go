@@ -96,6 +96,8 @@ type Config struct {
 	Node   Node  // default admission.Probe
 	// Poll is how often counters are looked at; default 1 s, negative: never.
 	Poll time.Duration
+	// Checks adds to what Doctor says.
+	Checks func() []*harenav1.Check
 	// Faults, for tests, is called before every step, with its name; an error makes the step fail.
 	Faults func(step string) error
 }
