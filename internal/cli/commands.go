@@ -106,13 +106,14 @@ func (a *app) shellCommand() *cobra.Command {
 }
 
 func (a *app) cpCommand() *cobra.Command {
-	var user string
+	var user, opID string
 	cmd := &cobra.Command{
 		Use: "cp SRC DST", Short: "Copy files and trees; either side may be SANDBOX:PATH",
 		Long: "Copy a file or a tree, as docker cp does: into DST when that is a directory, else as DST; SRC/. means the contents of SRC.\nOne side is SANDBOX:PATH.",
 		Args: exactly(2, "a source and a destination"),
 	}
 	cmd.Flags().StringVarP(&user, "user", "u", "", "user whose rights apply inside (default the sandbox's)")
+	cmd.Flags().StringVar(&opID, "op-id", "", "copy into the sandbox once, however often it is asked for under this ID; DST is then the copy's own place, unless it ends with a slash")
 	cmd.RunE = func(cmd *cobra.Command, args []string) error {
 		from, fromPath := splitSandbox(args[0])
 		to, toPath := splitSandbox(args[1])
@@ -126,6 +127,12 @@ func (a *app) cpCommand() *cobra.Command {
 		var opts []harena.FileOption
 		if user != "" {
 			opts = append(opts, harena.AsUser(user))
+		}
+		if opID != "" {
+			if to == "" {
+				return invalid("leave --op-id out", "a copy out of a sandbox changes nothing in it")
+			}
+			opts = append(opts, harena.WithOpID(opID))
 		}
 		if to != "" {
 			return c.Sandbox(to).CopyTo(cmd.Context(), fromPath, toPath, a.warn, opts...)

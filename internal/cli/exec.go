@@ -63,7 +63,7 @@ func (a *app) execCommand() *cobra.Command {
 	fs.SetInterspersed(false)
 	f.add(fs)
 	fs.BoolVarP(&detach, "detach", "d", false, "start it, print its ID and do not wait")
-	fs.StringVar(&f.session, "session", "", "run it in this shell session")
+	fs.StringVar(&f.session, "session", "", "run it in this shell session, which is made at its first use; a single CMD is text for its shell")
 	fs.StringVarP(&user, "user", "u", "", "user, by name or ID, with an optional :group (default the sandbox's)")
 	fs.StringVarP(&cwd, "cwd", "w", "", "working directory")
 	fs.VarP(&env, "env", "e", "environment; may be repeated; K alone passes on the variable K")
@@ -75,6 +75,10 @@ func (a *app) execCommand() *cobra.Command {
 		sb := c.Sandbox(args[0])
 		spec := f.cmd(a, command(args))
 		spec.User, spec.Cwd, spec.Env = user, cwd, env.m
+		if spec.Session != "" && len(spec.Argv) == 1 {
+			// Text for the session's shell, such as 'cd /tmp && make'; several words are words of one command.
+			spec.Shell, spec.Argv = spec.Argv[0], nil
+		}
 		if detach {
 			return a.detached(cmd.Context(), sb, spec)
 		}

@@ -11,8 +11,6 @@ var later = []struct{ name, reason string }{
 	{"port", "sandboxes have no network yet"},
 	{"snapshot", "snapshots are not built yet; `harena cp` copies files out"},
 	{"fork", "snapshots are not built yet"},
-	{"log", "logs for replay are not built yet; `harena events --sandbox` shows what happened"},
-	{"replay", "logs for replay are not built yet"},
 	{"net", "sandboxes have no network yet"},
 	{"guard", "guard policies are not built yet"},
 	{"verify", "verification is not built yet"},

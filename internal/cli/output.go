@@ -26,6 +26,17 @@ func rawJSON(m proto.Message) (json.RawMessage, error) {
 	return out.Bytes(), err
 }
 
+// compactJSON is a message in one line, without what is not set.
+func compactJSON(m proto.Message) ([]byte, error) {
+	b, err := protojson.MarshalOptions{UseProtoNames: true}.Marshal(m)
+	if err != nil {
+		return nil, err
+	}
+	var out bytes.Buffer
+	err = json.Compact(&out, b)
+	return out.Bytes(), err
+}
+
 // printJSON prints v, indented.
 func (a *app) printJSON(v any) error {
 	e := json.NewEncoder(a.Stdout)

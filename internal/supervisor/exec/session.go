@@ -28,6 +28,7 @@ const (
 	// shellGrace is what a shell has to tell that its command ended, when all that the command had started was killed.
 	shellGrace = time.Second
 	maxStatus  = 64
+	whyClosed  = "it was closed"
 )
 
 // shellKind is one kind of shell.
@@ -382,7 +383,11 @@ func (ses *session) follow(ended <-chan zygote.Exit) {
 		s.cfg.Log.Error("kill what a session left behind", "session", ses.name, "error", err)
 	}
 	close(ses.gone)
-	s.logSession(&harenav1.LogSession{Name: ses.name, User: userName(ses.user), Event: "ended", Shell: ses.shell, Reason: why})
+	event := "ended"
+	if why == whyClosed {
+		event = "closed"
+	}
+	s.logSession(&harenav1.LogSession{Name: ses.name, User: userName(ses.user), Event: event, Shell: ses.shell, Reason: why})
 	ses.turn <- struct{}{} // the last command has all of its output
 	for _, f := range []*os.File{ses.control, ses.out, ses.outErr} {
 		f.Close()

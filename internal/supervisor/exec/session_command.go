@@ -334,7 +334,7 @@ func (s *Service) closeSession(ctx context.Context, name string) error {
 		return ctx.Err()
 	}
 	if ses.err == nil {
-		if err := ses.kill("it was closed"); err != nil {
+		if err := ses.kill(whyClosed); err != nil {
 			return err
 		}
 		select {

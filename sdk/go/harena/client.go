@@ -15,6 +15,9 @@
 // A call that reaches no server, or whose connection breaks, is repeated a few
 // times; every call that changes something carries a request ID of its own, so that it
 // happens once. A broken stream of a command's output is taken up again where it broke, for a minute.
+//
+// A call with an operation ID (Cmd.OpID, WithOpID) is repeated for a minute, also while the server is started again, and may be made again by
+// another process: it happens once in the sandbox's life, and every repetition gets the result of the first.
 package harena
 
 import (

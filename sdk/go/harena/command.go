@@ -29,6 +29,7 @@ type Cmd struct {
 	Stdin io.Reader
 	// OpenStdin keeps input open for Command.Stdin. Not together with Stdin.
 	OpenStdin bool
+	input     []byte // with OpenStdin: what goes along with the start
 	// Stdout and Stderr receive output as it comes. A slow writer slows the command down.
 	Stdout, Stderr io.Writer
 
@@ -63,6 +64,7 @@ func (c *Cmd) proto() (*harenav1.Command, io.Reader, error) {
 		p.Pty = &harenav1.Pty{Cols: c.PTY.Cols, Rows: c.PTY.Rows, Term: c.PTY.Term}
 	}
 	if c.Stdin == nil {
+		p.Stdin = c.input
 		return p, nil, nil
 	}
 	if l, ok := c.Stdin.(interface{ Len() int }); ok && l.Len() <= maxInlineStdin {

@@ -17,14 +17,20 @@ import (
 // CopyTo copies a local file or tree into the sandbox, as docker cp does: into
 // remote when that is a directory (or ends with a slash), else as remote. Of a local path that
 // ends with "/." the contents are copied. Modes and times are kept; what is copied belongs to the user.
+//
+// With WithOpID nothing is decided by what is in the sandbox, so that a repetition is the same request: remote is the place of the copy itself, unless it
+// ends with a slash.
 func (s *Sandbox) CopyTo(ctx context.Context, local, remote string, warn func(string), opts ...FileOption) error {
 	fi, err := os.Stat(local)
 	if err != nil {
 		return &Error{Kind: KindNotFound, Message: err.Error(), cause: err}
 	}
-	remoteDir, err := s.isDir(ctx, remote, opts)
-	if err != nil {
-		return err
+	opID := fileOpts(opts).opID
+	remoteDir := strings.HasSuffix(remote, "/")
+	if opID == "" {
+		if remoteDir, err = s.isDir(ctx, remote, opts); err != nil {
+			return err
+		}
 	}
 	if !fi.IsDir() {
 		if !fi.Mode().IsRegular() {
@@ -46,6 +52,13 @@ func (s *Sandbox) CopyTo(ctx context.Context, local, remote string, warn func(st
 	} else if remoteDir {
 		remote = path.Join(remote, baseOf(local))
 	}
+	if opID != "" {
+		return s.c.lasting(ctx, func() error { return s.sendTree(ctx, local, remote, o, opts) })
+	}
+	return s.sendTree(ctx, local, remote, o, opts)
+}
+
+func (s *Sandbox) sendTree(ctx context.Context, local, remote string, o TreeOptions, opts []FileOption) error {
 	pr, pw := io.Pipe()
 	written := make(chan error, 1)
 	go func() {
@@ -57,7 +70,7 @@ func (s *Sandbox) CopyTo(ctx context.Context, local, remote string, warn func(st
 		pw.CloseWithError(err)
 		written <- err
 	}()
-	err = s.UploadTar(ctx, remote, pr, opts...)
+	err := s.UploadTar(ctx, remote, pr, opts...)
 	_ = pr.Close()
 	if werr := <-written; err == nil {
 		err = werr

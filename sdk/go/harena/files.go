@@ -22,6 +22,8 @@ type fileOptions struct {
 	mode   fs.FileMode
 	offset int64
 	length int64
+	opID   string
+	bits   uint32 // mode in the form of the API
 }
 
 // AsUser makes the call with the rights of a user inside; default: the sandbox's.
@@ -30,6 +32,10 @@ func AsUser(user string) FileOption { return func(o *fileOptions) { o.user = use
 // WithMode sets the permission bits of what is written; default: those of the
 // file that is replaced, else 0644 (directories: 0755).
 func WithMode(mode fs.FileMode) FileOption { return func(o *fileOptions) { o.mode = mode } }
+
+// WithOpID makes a change of files happen once in the sandbox's life, however often it is asked for under the ID. Content of an
+// Upload is sent again after a connection broke if it is an io.Seeker.
+func WithOpID(id string) FileOption { return func(o *fileOptions) { o.opID = id } }
 
 // WithRange reads length bytes from offset; a length of 0 means to the end.
 func WithRange(offset, length int64) FileOption {
@@ -100,6 +106,23 @@ func (s *Sandbox) UploadTar(ctx context.Context, path string, r io.Reader, opts 
 }
 
 func (s *Sandbox) put(ctx context.Context, what, path string, o fileOptions, r io.Reader) error {
+	seeker, ok := r.(io.Seeker)
+	if o.opID == "" || !ok {
+		return s.putOnce(ctx, what, path, o, r)
+	}
+	start, err := seeker.Seek(0, io.SeekCurrent)
+	if err != nil {
+		return s.putOnce(ctx, what, path, o, r)
+	}
+	return s.c.lasting(ctx, func() error {
+		if _, err := seeker.Seek(start, io.SeekStart); err != nil {
+			return &Error{Kind: KindInvalid, Message: err.Error(), cause: err}
+		}
+		return s.putOnce(ctx, what, path, o, r)
+	})
+}
+
+func (s *Sandbox) putOnce(ctx context.Context, what, path string, o fileOptions, r io.Reader) error {
 	res, err := s.transfer(ctx, http.MethodPut, what, path, o, nil, r)
 	if err != nil {
 		return err
@@ -115,8 +138,11 @@ func (s *Sandbox) transfer(ctx context.Context, method, what, path string, o fil
 	if o.user != "" {
 		q.Set("user", o.user)
 	}
-	if o.mode != 0 {
-		q.Set("mode", fmt.Sprintf("%04o", modeBits(o.mode)))
+	if bits := o.bits | modeBits(o.mode); bits != 0 {
+		q.Set("mode", fmt.Sprintf("%04o", bits))
+	}
+	if o.opID != "" {
+		q.Set("op_id", o.opID)
 	}
 	return s.c.plain(ctx, method, "/v1/sandboxes/"+url.PathEscape(s.id)+"/"+what+"?"+q.Encode(), header, content)
 }
@@ -224,7 +250,12 @@ func (s *Sandbox) List(ctx context.Context, path string, depth int, opts ...File
 
 // Move renames a file or directory, replacing a file that is there.
 func (s *Sandbox) Move(ctx context.Context, from, to string, opts ...FileOption) error {
-	req := &harenav1.MoveRequest{SandboxId: s.id, User: fileOpts(opts).user}
+	return s.moveWith(ctx, from, to, false, opts)
+}
+
+func (s *Sandbox) moveWith(ctx context.Context, from, to string, noReplace bool, opts []FileOption) error {
+	o := fileOpts(opts)
+	req := &harenav1.MoveRequest{SandboxId: s.id, User: o.user, OpId: o.opID, NoReplace: noReplace}
 	req.From, req.FromBytes = text(from)
 	req.To, req.ToBytes = text(to)
 	_, err := s.c.file.Move(ctx, connect.NewRequest(req))
@@ -233,16 +264,17 @@ func (s *Sandbox) Move(ctx context.Context, from, to string, opts ...FileOption)
 
 // RemoveFile removes a file or an empty directory.
 func (s *Sandbox) RemoveFile(ctx context.Context, path string, opts ...FileOption) error {
-	return s.remove(ctx, path, false, opts)
+	return s.removeWith(ctx, path, false, false, opts)
 }
 
 // RemoveAll removes what is at path with all that is in it; nothing there is no error.
 func (s *Sandbox) RemoveAll(ctx context.Context, path string, opts ...FileOption) error {
-	return s.remove(ctx, path, true, opts)
+	return s.removeWith(ctx, path, true, true, opts)
 }
 
-func (s *Sandbox) remove(ctx context.Context, path string, all bool, opts []FileOption) error {
-	req := &harenav1.RemoveRequest{SandboxId: s.id, User: fileOpts(opts).user, Recursive: all, MissingOk: all}
+func (s *Sandbox) removeWith(ctx context.Context, path string, recursive, missingOK bool, opts []FileOption) error {
+	o := fileOpts(opts)
+	req := &harenav1.RemoveRequest{SandboxId: s.id, User: o.user, OpId: o.opID, Recursive: recursive, MissingOk: missingOK}
 	req.Path, req.PathBytes = text(path)
 	_, err := s.c.file.Remove(ctx, connect.NewRequest(req))
 	return err
@@ -250,8 +282,12 @@ func (s *Sandbox) remove(ctx context.Context, path string, all bool, opts []File
 
 // MkdirAll makes a directory and its missing parents.
 func (s *Sandbox) MkdirAll(ctx context.Context, path string, opts ...FileOption) error {
+	return s.mkdirWith(ctx, path, modeBits(fileOpts(opts).mode), true, opts)
+}
+
+func (s *Sandbox) mkdirWith(ctx context.Context, path string, mode uint32, parents bool, opts []FileOption) error {
 	o := fileOpts(opts)
-	req := &harenav1.MakeDirRequest{SandboxId: s.id, User: o.user, Mode: modeBits(o.mode), Parents: true}
+	req := &harenav1.MakeDirRequest{SandboxId: s.id, User: o.user, OpId: o.opID, Mode: mode, Parents: parents}
 	req.Path, req.PathBytes = text(path)
 	_, err := s.c.file.MakeDir(ctx, connect.NewRequest(req))
 	return err

@@ -40,7 +40,7 @@ func (s *Sandbox) Start(ctx context.Context, cmd Cmd) (*Command, error) {
 	}
 	// The same request ID on every attempt: the command starts once.
 	req := &harenav1.RunRequest{SandboxId: s.id, Command: p, RequestId: newID()}
-	c, err := s.follow(ctx, cmd.Stdout, cmd.Stderr, func(ctx context.Context) (source, error) {
+	c, err := s.follow(ctx, cmd.Stdout, cmd.Stderr, cmd.OpID != "", func(ctx context.Context) (source, error) {
 		st, err := s.c.exec.Run(ctx, connect.NewRequest(req))
 		if err != nil {
 			return nil, err
@@ -62,7 +62,7 @@ func (s *Sandbox) Start(ctx context.Context, cmd Cmd) (*Command, error) {
 // Attach follows a command that was started before: what is recorded of its
 // output, then what it goes on to print. The writers may be nil.
 func (s *Sandbox) Attach(ctx context.Context, commandID string, stdout, stderr io.Writer) (*Command, error) {
-	c, err := s.follow(ctx, stdout, stderr, func(ctx context.Context) (source, error) {
+	c, err := s.follow(ctx, stdout, stderr, false, func(ctx context.Context) (source, error) {
 		return s.connect(ctx, commandID, 0, 0)
 	})
 	if err != nil {
@@ -122,12 +122,12 @@ func endOf(err error) error {
 }
 
 // follow opens a stream, waits until the command has started, and goes on receiving in the background.
-func (s *Sandbox) follow(ctx context.Context, stdout, stderr io.Writer, open func(context.Context) (source, error)) (*Command, error) {
+func (s *Sandbox) follow(ctx context.Context, stdout, stderr io.Writer, lasting bool, open func(context.Context) (source, error)) (*Command, error) {
 	life, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	// Until it has started, the caller's context holds.
 	release := context.AfterFunc(ctx, cancel)
 	c := &Command{sb: s, stdout: newOutput(stdout), stderr: newOutput(stderr), cancel: cancel, done: make(chan struct{})}
-	src, err := c.begin(life, open)
+	src, err := c.begin(life, open, lasting)
 	if err != nil {
 		release()
 		cancel()
@@ -143,7 +143,8 @@ func (s *Sandbox) follow(ctx context.Context, stdout, stderr io.Writer, open fun
 }
 
 // begin opens the first stream and reads its started message.
-func (c *Command) begin(ctx context.Context, open func(context.Context) (source, error)) (source, error) {
+func (c *Command) begin(ctx context.Context, open func(context.Context) (source, error), lasting bool) (source, error) {
+	deadline := time.Now().Add(c.sb.c.patience)
 	for attempt := 0; ; attempt++ {
 		src, err := open(ctx)
 		if err == nil {
@@ -159,10 +160,13 @@ func (c *Command) begin(ctx context.Context, open func(context.Context) (source,
 			}
 			src.close()
 		}
-		if attempt == len(retryDelays) || ctx.Err() != nil || connect.IsWireError(err) || !unreachable(err) {
+		if lasting && (!mayCome(ctx, err) || time.Now().After(deadline)) {
 			return nil, err
 		}
-		if sleep(ctx, retryDelays[attempt]) != nil {
+		if !lasting && (attempt == len(retryDelays) || ctx.Err() != nil || connect.IsWireError(err) || !unreachable(err)) {
+			return nil, err
+		}
+		if sleep(ctx, retryDelays[min(attempt, len(retryDelays)-1)]) != nil {
 			return nil, err
 		}
 	}

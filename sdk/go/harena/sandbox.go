@@ -79,9 +79,17 @@ type Sandbox struct {
 
 // CreateSandbox makes a sandbox and returns when it is running.
 func (c *Client) CreateSandbox(ctx context.Context, spec Spec) (*Sandbox, error) {
-	res, err := c.sandboxes.Create(ctx, connect.NewRequest(&harenav1.CreateRequest{
-		RequestId: spec.RequestID, Project: c.project, Spec: spec.proto(), Explain: spec.Explain,
-	}))
+	return c.create(ctx, &harenav1.CreateRequest{RequestId: spec.RequestID, Spec: spec.proto(), Explain: spec.Explain})
+}
+
+// CreateFromSpec is CreateSandbox for a spec in the form of the API.
+func (c *Client) CreateFromSpec(ctx context.Context, spec *harenav1.SandboxSpec) (*Sandbox, error) {
+	return c.create(ctx, &harenav1.CreateRequest{Spec: spec})
+}
+
+func (c *Client) create(ctx context.Context, req *harenav1.CreateRequest) (*Sandbox, error) {
+	req.Project = c.project
+	res, err := c.sandboxes.Create(ctx, connect.NewRequest(req))
 	if err != nil {
 		return nil, err
 	}
