@@ -37,6 +37,7 @@ const (
 type upFlags struct {
 	data, listen, guest, logLevel string
 	dataSize, zram, swap          cli.Size
+	want                          swap.Want // what of zram and swap was given
 }
 
 func upCommand() *cobra.Command {
@@ -46,14 +47,13 @@ func upCommand() *cobra.Command {
 		Long: "Run a node: all servers in one process. It is ready when it prints a line that begins with \"ready\", and writes\nwhat clients need to DIR/client.json. SIGTERM ends it and leaves sandboxes running; `harena down` ends all.",
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			var want swap.Want
 			if cmd.Flags().Changed("zram") {
-				want.Zram = (*int64)(&f.zram)
+				f.want.Zram = (*int64)(&f.zram)
 			}
 			if cmd.Flags().Changed("swap") {
-				want.File = (*int64)(&f.swap)
+				f.want.File = (*int64)(&f.swap)
 			}
-			return shown(up(cmd.Context(), f, want, cmd.OutOrStdout(), cmd.ErrOrStderr()))
+			return shown(up(cmd.Context(), f, cmd.OutOrStdout(), cmd.ErrOrStderr()))
 		},
 	}
 	dataFlag(cmd, &f.data)
@@ -82,7 +82,7 @@ func needRoot(what string) error {
 		WithHint("run it with sudo; clients need no root")
 }
 
-func up(ctx context.Context, f upFlags, want swap.Want, stdout, stderr io.Writer) (err error) {
+func up(ctx context.Context, f upFlags, stdout, stderr io.Writer) (err error) {
 	if err := needRoot("up"); err != nil {
 		return err
 	}
@@ -101,7 +101,7 @@ func up(ctx context.Context, f upFlags, want swap.Want, stdout, stderr io.Writer
 	}
 	defer func() { _ = listener.Close() }()
 	fmt.Fprintf(stdout, "opening %s\n", f.data)
-	n, err := openNode(ctx, nodeConfig{data: f.data, dataSize: int64(f.dataSize), guest: f.guest, swap: want, lockWait: lockWait, log: log})
+	n, err := openNode(ctx, nodeConfig{data: f.data, dataSize: int64(f.dataSize), guest: f.guest, swap: f.want, lockWait: lockWait, log: log})
 	if err != nil {
 		return datadir.Fault("start", f.data, err)
 	}
