@@ -83,6 +83,9 @@ func needRoot(what string) error {
 }
 
 func up(ctx context.Context, f upFlags, stdout, stderr io.Writer) (err error) {
+	if err := datadir.ValidSize(int64(f.dataSize)); err != nil {
+		return err
+	}
 	if err := needRoot("up"); err != nil {
 		return err
 	}

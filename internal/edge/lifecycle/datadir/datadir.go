@@ -81,8 +81,8 @@ func Open(path string, o Options) (_ *Dir, err error) {
 	if path, err = clean(path); err != nil {
 		return nil, err
 	}
-	if o.Size != 0 && o.Size < MinVolume {
-		return nil, errs.OverLimit(errs.Invalid, "the least --data-size, in bytes", int64(MinVolume), o.Size)
+	if err := ValidSize(o.Size); err != nil {
+		return nil, err
 	}
 	d := &Dir{path: path, opts: o}
 	if err := os.MkdirAll(path, 0o700); err != nil {

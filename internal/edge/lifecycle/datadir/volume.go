@@ -24,6 +24,14 @@ const (
 	iocResize = 0x50009403 // BTRFS_IOC_RESIZE, include/uapi/linux/btrfs.h
 )
 
+// ValidSize checks the size asked of a volume; 0 asks for none.
+func ValidSize(size int64) error {
+	if size != 0 && size < MinVolume {
+		return errs.OverLimit(errs.Invalid, "the least --data-size, in bytes", int64(MinVolume), size)
+	}
+	return nil
+}
+
 // openVolume mounts the directory's own file system, making it first if a size is asked for. It does nothing when there
 // is none and none is wanted.
 func (d *Dir) openVolume() error {
