@@ -97,7 +97,7 @@ func TestKilledWhileStoreIsSlow(t *testing.T) {
 		eventually(t, "a read waits", func() bool { return n.status().Waiting > 0 })
 		kill(t, n.status().Pid)
 	}
-	eventually(t, "a read waits", func() bool { return n.status().Waiting > 0 })
+	eventually(t, "the last one has noticed", func() bool { return n.status().Store.Out })
 	r.broken.Store(false)
 	if b := <-got; !bytes.Equal(b, raw) {
 		t.Error("wrong content")
