@@ -95,6 +95,7 @@ func FuzzOpen(f *testing.F) {
 		f.Fatal(err)
 	}
 	f.Add(m, b)
+	out := []*os.File{tempFile(f, "merged"), tempFile(f, "merged-blob")}
 	f.Fuzz(func(t *testing.T, meta, blob []byte) {
 		if len(meta) >= blockSize { // the checksum would keep the fuzzer out
 			meta = bytes.Clone(meta)
@@ -105,10 +106,34 @@ func FuzzOpen(f *testing.F) {
 			var names int64
 			err = readAll(img, &names)
 		}
+		if err == nil {
+			// What can be read can be counted, told apart and merged.
+			if _, err := img.UsedBytes(); err != nil && !errs.Is(err, errs.Invalid) {
+				t.Fatal(err)
+			}
+			if _, err := img.TreeDigest("own"); err != nil && !errs.Is(err, errs.Invalid) {
+				t.Fatal(err)
+			}
+			err = mergeAlone(img, out[0], out[1])
+		}
 		if err != nil && !errs.Is(err, errs.Invalid) && !errs.Is(err, errs.Unsupported) {
 			t.Fatalf("error of kind %q: %v", errs.KindOf(err), err)
 		}
 	})
+}
+
+// mergeAlone merges an image with itself, and upon itself.
+func mergeAlone(img *Image, meta, blob *os.File) error {
+	s := Stacked{Image: img}
+	for i, d := range img.Devices() {
+		name := d.Tag
+		if i == 0 {
+			name = strings.Repeat("0", maxTagLen)
+		}
+		s.Blobs = append(s.Blobs, &Blob{Name: name, Size: int64(d.Blocks) * blockSize})
+	}
+	_, err := Merge(context.Background(), []*Image{img}, []Stacked{s, s}, nil, meta, blob, Options{MaxEntries: 10_000})
+	return err
 }
 
 // readAll walks an image and reads up to 1 MiB of each file.
