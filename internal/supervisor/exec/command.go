@@ -55,6 +55,8 @@ type command struct {
 	// left is what the clock of the time-out had left when it was started, at due; 0 when there is none.
 	left time.Duration
 	due  time.Time
+	// onLimit is what happens when it has run out.
+	onLimit func()
 	// killed: the time-out struck; exited: the main process is gone.
 	killed, exited bool
 	giveUp         context.CancelCauseFunc
@@ -130,7 +132,7 @@ func (c *command) supervise(ctx context.Context, timeout time.Duration) {
 	c.mu.Lock()
 	c.giveUp = giveUp
 	c.mu.Unlock()
-	c.limit(timeout)
+	c.limit(timeout, c.strike)
 
 	exit, err := c.proc.Wait(ctx)
 	ended := time.Now()

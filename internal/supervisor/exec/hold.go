@@ -15,8 +15,8 @@ func (s *Service) Hold(on bool) {
 	}
 }
 
-// limit starts the clock of c's time-out; with the sandbox held, once it is not held any more.
-func (c *command) limit(timeout time.Duration) {
+// limit starts the clock of c's time-out, which strikes; with the sandbox held, once it is not held any more.
+func (c *command) limit(timeout time.Duration, strike func()) {
 	if timeout <= 0 {
 		return
 	}
@@ -24,7 +24,7 @@ func (c *command) limit(timeout time.Duration) {
 	defer c.s.mu.Unlock()
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.left = timeout
+	c.left, c.onLimit = timeout, strike
 	if !c.s.held {
 		c.run()
 	}
@@ -33,7 +33,7 @@ func (c *command) limit(timeout time.Duration) {
 // run lets the clock go on; mu is held.
 func (c *command) run() {
 	c.due = time.Now().Add(c.left)
-	c.timeout = time.AfterFunc(c.left, c.strike)
+	c.timeout = time.AfterFunc(c.left, c.onLimit)
 }
 
 func (c *command) hold(on bool) {

@@ -195,10 +195,8 @@ func (c *command) superviseTurn(ctx context.Context, timeout time.Duration) {
 	defer giveUp(nil)
 	c.mu.Lock()
 	c.giveUp = giveUp
-	if timeout > 0 {
-		c.timeout = time.AfterFunc(timeout, c.strikeTurn)
-	}
 	c.mu.Unlock()
+	c.limit(timeout, c.strikeTurn)
 	exit, err := c.proc.Wait(ctx)
 	ended := time.Now()
 	c.mu.Lock()
