@@ -27,7 +27,8 @@ const (
 // ValidSize checks the size asked of a volume; 0 asks for none.
 func ValidSize(size int64) error {
 	if size != 0 && size < MinVolume {
-		return errs.OverLimit(errs.Invalid, "the least --data-size, in bytes", int64(MinVolume), size)
+		return errs.E(errs.Invalid, "--data-size asks for a volume of %d bytes; it needs at least %d", size, int64(MinVolume)).
+			WithHint("ask for 1g or more, such as --data-size 50g")
 	}
 	return nil
 }
