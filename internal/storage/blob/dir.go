@@ -263,10 +263,9 @@ func remove(root *os.Root, name string) error {
 	if err := root.Remove(name); err != nil {
 		return err
 	}
-	for dir := path.Dir(name); dir != "."; dir = path.Dir(dir) {
-		if root.Remove(dir) != nil {
-			break // it has others
-		}
+	dir := path.Dir(name)
+	for dir != "." && root.Remove(dir) == nil { // until one has others
+		dir = path.Dir(dir)
 	}
 	return nil
 }
