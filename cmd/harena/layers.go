@@ -13,13 +13,14 @@ import (
 type nodeLayers struct {
 	store  *layer.Store
 	mounts *layer.Mounts
+	shared *shared // nil: there is none
 }
 
 var _ lifecycle.Layers = (*nodeLayers)(nil)
 
 // Compose implements lifecycle.Layers.
-func (l *nodeLayers) Compose(_ context.Context, project string, spec *harenav1.SandboxSpec) (lifecycle.Composition, error) {
-	found, err := l.store.Compose(project, spec.GetImage(), spec.GetWorkspace(), spec.GetToolkits())
+func (l *nodeLayers) Compose(ctx context.Context, project string, spec *harenav1.SandboxSpec) (lifecycle.Composition, error) {
+	found, err := l.store.Compose(ctx, project, spec.GetImage(), spec.GetWorkspace(), spec.GetToolkits())
 	if err != nil {
 		return lifecycle.Composition{}, err
 	}
@@ -84,10 +85,10 @@ func (l *nodeLayers) Leaks() ([]backend.Leak, error) {
 }
 
 // Checks implements lifecycle.Layers.
-func (l *nodeLayers) Checks(context.Context) []*harenav1.Check {
+func (l *nodeLayers) Checks(ctx context.Context) []*harenav1.Check {
 	c := &harenav1.Check{Name: "layers.mount", Status: "ok", Detail: "EROFS images are mounted in mode " + string(l.mounts.Mode())}
 	if l.mounts.Mode() == layer.ModeLoop {
 		c.Status, c.Hint = "degraded", "layers go through loop devices; Linux 6.12 mounts files by themselves"
 	}
-	return []*harenav1.Check{c}
+	return append([]*harenav1.Check{c}, l.shared.checks(ctx, l.store)...)
 }

@@ -15,6 +15,7 @@ import (
 
 	harenav1 "github.com/harena-dev/harena/api/harena/v1"
 	"github.com/harena-dev/harena/api/harena/v1/harenav1connect"
+	"github.com/harena-dev/harena/internal/blobd"
 	"github.com/harena-dev/harena/internal/cgroup"
 	"github.com/harena-dev/harena/internal/edge/backend"
 	"github.com/harena-dev/harena/internal/edge/backend/container"
@@ -30,6 +31,7 @@ import (
 // node is an open data directory with everything that works on it.
 type node struct {
 	dir       *datadir.Dir
+	shared    *shared // nil: there is none
 	mounts    *layer.Mounts
 	container *container.Backend
 	swap      *swap.Swap
@@ -41,6 +43,7 @@ type nodeConfig struct {
 	data, guest string
 	dataSize    int64 // of a volume, 0: none, or the one that is there
 	swap        swap.Want
+	store       storeConfig // shared with other nodes; empty: none
 	lockWait    time.Duration
 	log         *slog.Logger
 }
@@ -61,11 +64,21 @@ func openNode(ctx context.Context, c nodeConfig) (_ *node, err error) {
 	if n.dir, err = datadir.Open(c.data, datadir.Options{Rand: rand.Reader, LockWait: c.lockWait, Size: c.dataSize}); err != nil {
 		return nil, err
 	}
-	store, err := layer.Open(n.dir.Path(), layer.Limits{})
+	var options []layer.Option
+	if c.store.url != "" {
+		if n.shared, err = openShared(ctx, c.store, n.dir, c.log); err != nil {
+			return nil, err
+		}
+		options = append(options, n.shared.option)
+	}
+	store, err := layer.Open(n.dir.Path(), layer.Limits{}, options...)
 	if err != nil {
 		return nil, err
 	}
-	if n.mounts, err = layer.OpenMounts(ctx, store, layer.DefaultIdleMounts); err != nil {
+	if n.mounts, err = layer.OpenMounts(ctx, store, layer.DefaultIdleMounts, n.shared.blobs()); err != nil {
+		return nil, err
+	}
+	if err := n.shared.lostSince(ctx, n.mounts); err != nil {
 		return nil, err
 	}
 	n.container, err = container.New(container.Config{
@@ -78,20 +91,21 @@ func openNode(ctx context.Context, c nodeConfig) (_ *node, err error) {
 		return nil, err
 	}
 	n.edge, err = lifecycle.Open(ctx, lifecycle.Config{
-		Dir: n.dir, Backends: []backend.Backend{n.container}, Layers: &nodeLayers{store, n.mounts},
+		Dir: n.dir, Backends: []backend.Backend{n.container}, Layers: &nodeLayers{store, n.mounts, n.shared}, Packer: packer(store, n.mounts),
 		Rand: rand.Reader, Log: c.log.With("part", "edge"), Version: version,
 		Checks: n.swap.Checks,
 	})
 	if err != nil {
 		return nil, err
 	}
+	n.shared.report(n.edge, n.mounts)
 	n.handler = edgeserver.New(n.edge, edgeserver.Config{Layers: n.layerHandler(store, c.log), Log: c.log.With("part", "edge")})
 	return n, nil
 }
 
 func (n *node) layerHandler(store *layer.Store, log *slog.Logger) http.Handler {
 	service := layers.New(layers.Config{
-		Store: store, Mounts: n.mounts, InUse: n.mounts.InUse, Log: log.With("part", "layers"),
+		Store: store, Mounts: n.mounts, InUse: n.mounts.InUse, Log: log.With("part", "layers"), Sandboxes: n.sandboxes,
 		Event: func(kind, message string, attrs map[string]string) {
 			n.edge.Events().Append(&harenav1.Event{Kind: kind, Message: message, Project: attrs["project"], Attributes: attrs})
 		},
@@ -102,8 +116,25 @@ func (n *node) layerHandler(store *layer.Store, log *slog.Logger) http.Handler {
 	return mux
 }
 
+// sandboxes lists all sandboxes of a project that are not forgotten.
+func (n *node) sandboxes(project string) ([]*harenav1.Sandbox, error) {
+	var out []*harenav1.Sandbox
+	req := &harenav1.ListRequest{Project: project, All: true, Page: &harenav1.Page{}}
+	for {
+		res, err := n.edge.List(req)
+		if err != nil {
+			return nil, err
+		}
+		out = append(out, res.GetSandboxes()...)
+		if req.Page.Token = res.GetNextPageToken(); req.GetPage().GetToken() == "" {
+			return out, nil
+		}
+	}
+}
+
 // close lets go of everything and leaves sandboxes running.
 func (n *node) close(ctx context.Context) error {
+	n.shared.close()
 	var failed []error
 	if n.edge != nil {
 		failed = append(failed, n.edge.Shutdown(ctx))
@@ -121,6 +152,7 @@ func (n *node) close(ctx context.Context) error {
 // that fails does not keep the others from being tried.
 func (n *node) down(ctx context.Context) error {
 	failed := []error{n.edge.StopAll(ctx), n.edge.Shutdown(ctx), n.mounts.Close(), n.container.Close(), n.swap.Remove()}
+	failed = append(failed, blobd.Shutdown(ctx, n.dir.Path()))
 	root, err := cgroup.Open("harena-" + string(n.dir.Edge()))
 	if err == nil {
 		err = root.Remove(ctx)

@@ -35,9 +35,9 @@ const (
 )
 
 type upFlags struct {
-	data, listen, guest, logLevel string
-	dataSize, zram, swap          cli.Size
-	want                          swap.Want // what of zram and swap was given
+	data, store, listen, guest, logLevel string
+	dataSize, zram, swap, storeCache     cli.Size
+	want                                 swap.Want // what of zram and swap was given
 }
 
 func upCommand() *cobra.Command {
@@ -63,6 +63,9 @@ func upCommand() *cobra.Command {
 	cmd.Flag("zram").DefValue = ""
 	cmd.Flags().Var(&f.swap, "swap", "put memory of paused sandboxes into a file of `SIZE` bytes in DIR, after --zram; remembered, 0 for none")
 	cmd.Flag("swap").DefValue = ""
+	cmd.Flags().StringVar(&f.store, "store", "", "`URL` of a store of layers that nodes share: file:///DIR[?direct=1] or s3://BUCKET[/PREFIX][?endpoint=…&region=…]")
+	cmd.Flags().Var(&f.storeCache, "store-cache", "at most this many bytes of data from the store are kept on this node (default 32g)")
+	cmd.Flag("store-cache").DefValue = ""
 	cmd.Flags().StringVar(&f.listen, "listen", defaultListen, "`ADDR`ess to serve on")
 	cmd.Flags().StringVar(&f.guest, "guest", "", "`PATH` of harena-guest (default beside this program)")
 	cmd.Flags().StringVar(&f.logLevel, "log-level", "info", "debug, info, warn or error")
@@ -104,7 +107,7 @@ func up(ctx context.Context, f upFlags, stdout, stderr io.Writer) (err error) {
 	}
 	defer func() { _ = listener.Close() }()
 	fmt.Fprintf(stdout, "opening %s\n", f.data)
-	n, err := openNode(ctx, nodeConfig{data: f.data, dataSize: int64(f.dataSize), guest: f.guest, swap: f.want, lockWait: lockWait, log: log})
+	n, err := openNode(ctx, nodeConfig{data: f.data, store: storeConfig{f.store, int64(f.storeCache)}, dataSize: int64(f.dataSize), guest: f.guest, swap: f.want, lockWait: lockWait, log: log})
 	if err != nil {
 		return datadir.Fault("start", f.data, err)
 	}

@@ -31,12 +31,13 @@ type Config struct {
 	InUse func() map[layer.Digest]bool
 	// Event records what happened; attributes are among layer, name, kind, project, source.
 	Event func(kind, message string, attrs map[string]string)
+	// Sandboxes lists the sandboxes of a project that have not been forgotten; nil: there are none.
+	Sandboxes func(project string) ([]*harenav1.Sandbox, error)
 	Log   *slog.Logger
 }
 
 // Service implements harenav1connect.LayerServiceHandler.
 type Service struct {
-	harenav1connect.UnimplementedLayerServiceHandler
 	c        Config
 	requests *requests
 }
@@ -95,7 +96,11 @@ func (s *Service) list(ctx context.Context, m *harenav1.ListLayersRequest) (*har
 		if err != nil {
 			return nil, err
 		}
-		res.Layers = append(res.Layers, toProto(l.Layer, l.Names, u))
+		p := s.toProto(l.Layer, l.Names, u)
+		if l.Problem != "" {
+			p = &harenav1.Layer{Digest: string(l.Digest), Names: slices.Clone(l.Names), Problem: l.Problem}
+		}
+		res.Layers = append(res.Layers, p)
 	}
 	if more {
 		res.NextPageToken = page[len(page)-1].Cursor()
@@ -105,7 +110,7 @@ func (s *Service) list(ctx context.Context, m *harenav1.ListLayersRequest) (*har
 
 // Get implements LayerServiceHandler.
 func (s *Service) Get(ctx context.Context, req *connect.Request[harenav1.GetLayerRequest]) (*connect.Response[harenav1.GetLayerResponse], error) {
-	l, err := s.c.Store.Resolve(req.Msg.GetProject(), req.Msg.GetName())
+	l, err := s.c.Store.Resolve(ctx, req.Msg.GetProject(), req.Msg.GetName())
 	if err != nil {
 		return nil, s.fail("Get", err)
 	}
@@ -120,7 +125,7 @@ func (s *Service) Get(ctx context.Context, req *connect.Request[harenav1.GetLaye
 func (s *Service) Tag(ctx context.Context, req *connect.Request[harenav1.TagRequest]) (*connect.Response[harenav1.TagResponse], error) {
 	m := req.Msg
 	res, err := do(ctx, s.requests, m.GetProject(), m.GetRequestId(), m, func() (*harenav1.TagResponse, error) {
-		l, err := s.c.Store.Tag(m.GetProject(), m.GetSource(), m.GetName())
+		l, err := s.c.Store.Tag(ctx, m.GetProject(), m.GetSource(), m.GetName())
 		if err != nil {
 			return nil, err
 		}
@@ -138,7 +143,7 @@ func (s *Service) Tag(ctx context.Context, req *connect.Request[harenav1.TagRequ
 func (s *Service) Remove(ctx context.Context, req *connect.Request[harenav1.RemoveLayerRequest]) (*connect.Response[harenav1.RemoveLayerResponse], error) {
 	m := req.Msg
 	res, err := do(ctx, s.requests, m.GetProject(), m.GetRequestId(), m, func() (*harenav1.RemoveLayerResponse, error) {
-		d, err := s.c.Store.Remove(m.GetProject(), m.GetName())
+		d, err := s.c.Store.Remove(ctx, m.GetProject(), m.GetName())
 		if err != nil {
 			return nil, err
 		}
@@ -156,7 +161,7 @@ const verifyEvery = 64 << 20
 
 // Verify implements LayerServiceHandler.
 func (s *Service) Verify(ctx context.Context, req *connect.Request[harenav1.VerifyLayerRequest], stream *connect.ServerStream[harenav1.VerifyLayerResponse]) error {
-	l, err := s.c.Store.Resolve(req.Msg.GetProject(), req.Msg.GetName())
+	l, err := s.c.Store.Resolve(ctx, req.Msg.GetProject(), req.Msg.GetName())
 	if err != nil {
 		return s.fail("Verify", err)
 	}
@@ -182,26 +187,6 @@ func (s *Service) Verify(ctx context.Context, req *connect.Request[harenav1.Veri
 	return stream.Send(&harenav1.VerifyLayerResponse{DoneBytes: done, TotalBytes: max(done, total), Problems: problems, Done: true})
 }
 
-// CollectGarbage implements LayerServiceHandler.
-func (s *Service) CollectGarbage(ctx context.Context, req *connect.Request[harenav1.CollectGarbageRequest]) (*connect.Response[harenav1.CollectGarbageResponse], error) {
-	var plan *layer.GCPlan
-	var err error
-	if req.Msg.GetDryRun() {
-		plan, err = s.c.Store.PlanGC(ctx, s.c.InUse())
-	} else if plan, err = s.c.Store.CollectGarbage(ctx, s.c.InUse); err == nil {
-		// The kernel keeps the space of removed files while they are mounted.
-		err = s.c.Mounts.Drop(plan.Layers)
-	}
-	if err != nil {
-		return nil, s.fail("CollectGarbage", err)
-	}
-	res := &harenav1.CollectGarbageResponse{FreedBytes: plan.Bytes}
-	for _, d := range plan.Layers {
-		res.Digests = append(res.Digests, string(d))
-	}
-	return connect.NewResponse(res), nil
-}
-
 func (s *Service) event(kind, message, project, name string, l layer.Layer) {
 	attrs := map[string]string{"layer": string(l.Digest), "name": name, "project": project}
 	if project == "" {
@@ -223,13 +208,13 @@ func (s *Service) describe(ctx context.Context, project string, l layer.Layer) (
 	if err != nil {
 		return nil, err
 	}
-	return toProto(l, names, u), nil
+	return s.toProto(l, names, u), nil
 }
 
-func toProto(l layer.Layer, names []string, u layer.Usage) *harenav1.Layer {
+func (s *Service) toProto(l layer.Layer, names []string, u layer.Usage) *harenav1.Layer {
 	p := &harenav1.Layer{
 		Digest: string(l.Digest), Kind: string(l.Kind), Names: slices.Clone(names), Created: timestamppb.New(l.Created),
-		LogicalBytes: l.LogicalBytes, UniqueBytes: u.Unique, SharedBytes: u.Shared, MetadataBytes: l.Meta.Size, Files: l.Files, Source: l.Source,
+		LogicalBytes: l.LogicalBytes, UniqueBytes: u.Unique, SharedBytes: u.Shared, MetadataBytes: l.Meta.Size, Files: l.Files, Source: l.Source, Place: s.c.Store.Place(l),
 		Config: &harenav1.ImageConfig{
 			Env: l.Config.Env, WorkingDir: l.Config.WorkingDir, User: l.Config.User,
 			Entrypoint: l.Config.Entrypoint, Cmd: l.Config.Cmd, Labels: l.Config.Labels,

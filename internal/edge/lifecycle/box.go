@@ -29,6 +29,8 @@ type box struct {
 	commitMu sync.Mutex
 	gone     bool // under commitMu: forgotten; nothing is written any more
 
+	degraded atomic.Pointer[[]string] // why, if it is; see Edge.SetDegraded
+
 	// Creation.
 	made      chan struct{}           // closed when it runs, or is rolled back
 	cancel    context.CancelCauseFunc // of its creation
@@ -52,6 +54,10 @@ type box struct {
 	// Pause.
 	hurry  atomic.Pointer[context.CancelFunc] // ends the wait for its memory
 	wanted atomic.Int32                       // how many want it to stand still no longer
+
+	// Snapshots.
+	interrupt atomic.Pointer[context.CancelCauseFunc] // ends a capture under way
+	stops     atomic.Int32                            // stops that want the turn
 
 	// Under timers.mu.
 	due  time.Time
@@ -146,6 +152,9 @@ func (e *Edge) commit(b *box, must bool, change func(*Record) error) error {
 // show makes r the record that everybody sees.
 func (e *Edge) show(b *box, r *Record) {
 	f := &face{rec: r, view: r.view(e.dir.Edge()), version: e.versions.Add(1)}
+	if why := b.degraded.Load(); why != nil && !r.State.Ended() {
+		f.view.Degraded = append(f.view.Degraded, *why...)
+	}
 	old := b.face.Swap(f)
 	was := old != nil && old.rec.State.Live()
 	switch is := r.State.Live(); {

@@ -23,7 +23,7 @@ func manyLayers(b *testing.B, s *Store, n int) {
 		d := digestOf(text)
 		for path, content := range map[string][]byte{
 			s.manifestPath(d): text,
-			s.tagPath(Ref{Project: DefaultProject, Name: fmt.Sprintf("n%d", i), Tag: "latest"}): []byte(d + "\n"),
+			s.tagPath(ownTree, Ref{Project: DefaultProject, Name: fmt.Sprintf("n%d", i), Tag: "latest"}): []byte(d + "\n"),
 		} {
 			if err := os.MkdirAll(filepath.Dir(path), 0o700); err != nil {
 				b.Fatal(err)
@@ -44,7 +44,7 @@ func BenchmarkResolveAndCompose(b *testing.B) {
 			b.ReportAllocs()
 			for b.Loop() {
 				i := rand.Intn(10) * 3
-				_, err := s.Compose("", fmt.Sprintf("n%d", i), fmt.Sprintf("n%d", i+1), []string{fmt.Sprintf("n%d", i+2)})
+				_, err := s.Compose(context.Background(), "", fmt.Sprintf("n%d", i), fmt.Sprintf("n%d", i+1), []string{fmt.Sprintf("n%d", i+2)})
 				if err != nil {
 					b.Fatal(err)
 				}

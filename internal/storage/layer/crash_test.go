@@ -39,26 +39,26 @@ func TestKillDuringImports(t *testing.T) {
 		}
 		for _, l := range page {
 			for _, n := range l.Names {
-				if _, err := s.Resolve("", n); err != nil {
+				if _, err := s.Resolve(context.Background(), "", n); err != nil {
 					t.Errorf("round %d: %s: %v", round, n, err)
 				}
 			}
 		}
-		err = s.eachManifest(context.Background(), func(l Layer) error {
+		err = s.walkManifests(context.Background(), func(d Digest) error {
 			layers++
-			problems, err := s.Verify(context.Background(), l.Digest, nil)
+			problems, err := s.Verify(context.Background(), d, nil)
 			if len(problems) > 0 {
-				t.Errorf("round %d: layer %s: %v", round, l.Digest, problems)
+				t.Errorf("round %d: layer %s: %v", round, d, problems)
 			}
 			return err
 		})
 		if err != nil {
 			t.Fatalf("round %d: %v", round, err)
 		}
-		if _, err := s.CollectGarbage(context.Background(), func() map[Digest]bool { return nil }); err != nil {
+		if _, err := s.CollectGarbage(context.Background(), GCOptions{}); err != nil {
 			t.Fatalf("round %d: %v", round, err)
 		}
-		plan, err := s.PlanGC(context.Background(), nil)
+		plan, err := s.CollectGarbage(context.Background(), GCOptions{DryRun: true})
 		if err != nil || len(plan.Layers)+len(plan.Objects) != 0 {
 			t.Errorf("round %d: garbage left: %+v, %v", round, plan, err)
 		}
@@ -135,20 +135,20 @@ func TestFullDisk(t *testing.T) {
 	if !errors.Is(err, unix.ENOSPC) {
 		t.Fatalf("fill: %v", err)
 	}
-	if _, err := s.Tag("", "kept", "again"); !errs.Is(err, errs.Capacity) {
+	if _, err := s.Tag(context.Background(), "", "kept", "again"); !errs.Is(err, errs.Capacity) {
 		t.Errorf("tag: %v", err)
 	}
-	if _, err := s.Resolve("", "again"); !errs.Is(err, errs.NotFound) {
+	if _, err := s.Resolve(context.Background(), "", "again"); !errs.Is(err, errs.NotFound) {
 		t.Errorf("half a tag: %v", err)
 	}
-	if l, err := s.Resolve("", "kept"); err != nil || l.Digest != kept.Digest {
+	if l, err := s.Resolve(context.Background(), "", "kept"); err != nil || l.Digest != kept.Digest {
 		t.Errorf("reading on a full disk: %v", err)
 	}
 	// Space can be made on a full disk.
-	if _, err := s.Remove("", "kept"); err != nil {
+	if _, err := s.Remove(context.Background(), "", "kept"); err != nil {
 		t.Fatal(err)
 	}
-	if plan, err := s.CollectGarbage(context.Background(), func() map[Digest]bool { return nil }); err != nil || len(plan.Layers) != 1 {
+	if plan, err := s.CollectGarbage(context.Background(), GCOptions{}); err != nil || len(plan.Layers) != 1 {
 		t.Errorf("collect: %+v, %v", plan, err)
 	}
 }
@@ -158,23 +158,23 @@ func TestReadOnlyDisk(t *testing.T) {
 	s := openStore(t, dir)
 	importFiles(t, s, "kept", Base, entry{"f", "kept", 0})
 	importFiles(t, s, "gone", Base, entry{"f", "gone", 0})
-	if _, err := s.Remove("", "gone"); err != nil {
+	if _, err := s.Remove(context.Background(), "", "gone"); err != nil {
 		t.Fatal(err)
 	}
 	if err := unix.Mount("", dir, "", unix.MS_REMOUNT|unix.MS_RDONLY, ""); err != nil {
 		t.Fatal(err)
 	}
 	_, importErr := s.ImportTar(context.Background(), bytes.NewReader(tarOf(t)), ImportOptions{Name: "a", Kind: Base})
-	_, tagErr := s.Tag("", "kept", "again")
-	_, removeErr := s.Remove("", "kept")
-	_, gcErr := s.CollectGarbage(context.Background(), func() map[Digest]bool { return nil })
+	_, tagErr := s.Tag(context.Background(), "", "kept", "again")
+	_, removeErr := s.Remove(context.Background(), "", "kept")
+	_, gcErr := s.CollectGarbage(context.Background(), GCOptions{})
 	for what, err := range map[string]error{"import": importErr, "tag": tagErr, "remove": removeErr, "gc": gcErr} {
 		var e *errs.Error
 		if !errors.As(err, &e) || e.Kind != errs.Precondition || !strings.Contains(e.Error(), "read-only") || !strings.Contains(e.Hint, dir) {
 			t.Errorf("%s: %v", what, err)
 		}
 	}
-	if _, err := s.Resolve("", "kept"); err != nil {
+	if _, err := s.Resolve(context.Background(), "", "kept"); err != nil {
 		t.Errorf("reading: %v", err)
 	}
 	empty := tmpfs(t, "1m")

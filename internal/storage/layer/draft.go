@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"slices"
 
 	"github.com/harena-dev/harena/internal/errs"
 	"github.com/harena-dev/harena/internal/storage/erofs"
@@ -17,6 +18,8 @@ type SnapshotOptions struct {
 	Name string
 	// Parents are the layers below, lowest first. Content that they have is not stored again.
 	Parents []Digest
+	// Earlier are other layers whose content is not stored again, such as earlier snapshots; those that are gone are left out.
+	Earlier []Digest
 	// Merge is how many of the topmost parents become a part of the snapshot, which then lies upon the others.
 	Merge  int
 	Source string
@@ -32,6 +35,8 @@ type Draft struct {
 	o      SnapshotOptions
 	g      *staged
 	result *erofs.Result
+	// earlier is how many of the open layers come before the parents.
+	earlier int
 }
 
 // NewDraft prepares one. invalid: the name is not valid.
@@ -62,8 +67,20 @@ func (x *Draft) Prepare(ctx context.Context) error {
 	if x.g.against != nil {
 		return nil
 	}
+	// Held until they are pinned: one that is there now must be there then.
+	defer x.store.Hold()()
+	var ds []Digest
+	for _, d := range x.o.Earlier {
+		if slices.Contains(x.o.Parents, d) || slices.Contains(ds, d) {
+			continue
+		}
+		if _, err := x.store.Load(d); err == nil {
+			ds = append(ds, d)
+		}
+	}
+	x.earlier = len(ds)
 	var err error
-	if x.g.against, err = x.store.OpenLayers(ctx, x.o.Parents); err != nil {
+	if x.g.against, err = x.store.OpenLayers(ctx, append(ds, x.o.Parents...)); err != nil {
 		return fmt.Errorf("open the layers below the snapshot: %w", err)
 	}
 	return nil
@@ -89,7 +106,7 @@ func (x *Draft) pack(ctx context.Context, dir string, o erofs.Options) (*erofs.R
 	if x.o.Merge == 0 {
 		return erofs.FromDir(ctx, dir, x.g.meta, x.g.blob, o)
 	}
-	n := len(x.o.Parents) - x.o.Merge
+	n := x.earlier + len(x.o.Parents) - x.o.Merge
 	below, err := x.g.against.Images(n)
 	if err != nil {
 		return nil, err
@@ -153,7 +170,7 @@ func (x *Draft) publish(ctx context.Context, pin func(Layer) error) (Layer, erro
 		}
 	}
 	if x.named {
-		err = x.store.writeTag(x.ref, l.Digest)
+		err = x.store.point(ctx, x.ref, l, nil)
 	}
 	return l, err
 }

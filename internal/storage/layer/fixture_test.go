@@ -71,7 +71,7 @@ func needRoot(t testing.TB) {
 func openMounts(t testing.TB, s *Store, idle int) *Mounts {
 	t.Helper()
 	needRoot(t)
-	m, err := OpenMounts(context.Background(), s, idle)
+	m, err := OpenMounts(context.Background(), s, idle, nil)
 	if err != nil {
 		t.Fatal(err)
 	}

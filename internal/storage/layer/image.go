@@ -144,7 +144,7 @@ func (s *Store) importImage(ctx context.Context, img *oci.Image, o ImportOptions
 		}
 		images = append(images, g)
 	}
-	return s.publishAll(ctx, ref, images)
+	return s.publishAll(ctx, ref, images, report)
 }
 
 // writeGroup turns a group of an image's layers into an EROFS image.

@@ -412,7 +412,7 @@ func TestImportedImageEqualsUnpacked(t *testing.T) {
 			if err != nil {
 				t.Fatalf("seed %d: %v", seed, err)
 			}
-			c, err := s.Compose("", string(im.Layer.Digest), "", nil)
+			c, err := s.Compose(context.Background(), "", string(im.Layer.Digest), "", nil)
 			if err != nil {
 				t.Fatal(err)
 			}

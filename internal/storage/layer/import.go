@@ -2,8 +2,10 @@ package layer
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"os"
 	"strings"
 	"time"
@@ -117,7 +119,7 @@ func (s *Store) build(ctx context.Context, ref Ref, o ImportOptions, report *rep
 		return nil, err
 	}
 	defer g.remove()
-	return s.publishAll(ctx, ref, []*staged{g})
+	return s.publishAll(ctx, ref, []*staged{g}, report)
 }
 
 // stage writes an image to temporary files.
@@ -150,7 +152,7 @@ func (s *Store) stage(ctx context.Context, ref Ref, o ImportOptions, report *rep
 
 // publishAll makes layers of staged images, the lowest first, and points the name
 // at the topmost, which has the others as parents. The collector does not run in between.
-func (s *Store) publishAll(ctx context.Context, ref Ref, images []*staged) (*Imported, error) {
+func (s *Store) publishAll(ctx context.Context, ref Ref, images []*staged, report *reporter) (*Imported, error) {
 	defer s.Hold()()
 	im := &Imported{}
 	var parents []Digest
@@ -165,7 +167,7 @@ func (s *Store) publishAll(ctx context.Context, ref Ref, images []*staged) (*Imp
 		}
 		parents = append(parents, im.Layer.Digest)
 	}
-	if err := s.writeTag(ref, im.Layer.Digest); err != nil {
+	if err := s.point(ctx, ref, im.Layer, report); err != nil {
 		return nil, s.diskError(fmt.Errorf("store %s: %w", ref, err))
 	}
 	return im, nil
@@ -179,10 +181,11 @@ func (s *Store) publish(ctx context.Context, g *staged) (Layer, bool, error) {
 	}
 	d := digestOf(b)
 	existed := true
-	err = s.index.addManifest(d, m, func() (bool, error) {
-		if _, err := s.Load(d); !errs.Is(err, errs.NotFound) {
+	err = s.addManifest(d, m, func() (bool, error) {
+		_, err := s.readManifest(d)
+		if err == nil || !errors.Is(err, fs.ErrNotExist) && !errs.Is(err, errs.Precondition) {
 			return false, err
-		}
+		} // one that is damaged is replaced
 		existed = false
 		for _, f := range g.sealed {
 			if err := s.objects.put(ctx, f.digest, f.path); err != nil {

@@ -34,10 +34,10 @@ func importForever(dir string) {
 			fmt.Println("ready") // so that every kill comes after a whole import, however slow the machine
 		}
 		if err == nil && i%3 == 2 {
-			_, err = s.Remove("", fmt.Sprintf("n%d", i%5))
+			_, err = s.Remove(context.Background(), "", fmt.Sprintf("n%d", i%5))
 		}
 		if err == nil && i%10 == 9 {
-			_, err = s.CollectGarbage(context.Background(), func() map[Digest]bool { return nil })
+			_, err = s.CollectGarbage(context.Background(), GCOptions{})
 		}
 		if err != nil {
 			fmt.Println("failed:", err)

@@ -35,6 +35,7 @@ type Mounts struct {
 	dir   string
 	mode  MountMode
 	idle  int
+	blobs Blobs
 
 	mu      sync.Mutex
 	entries map[Digest]*mountEntry
@@ -46,16 +47,19 @@ type mountEntry struct {
 	busy sync.Mutex
 	// The rest is guarded by Mounts.mu; mounted changes under both.
 	mounted bool
+	lazy    bool // blobs are attached
+	dead    bool // what is mounted gives EIO, also after its blobs are served again
 	owners  map[string]bool
-	waiting int // calls that hold or wait for busy; they keep the entry in the map
+	lost    map[string]bool // owners whose overlay has a dead mount
+	waiting int             // calls that hold or wait for busy; they keep the entry in the map
 	idledAt uint64
 }
 
 // OpenMounts prepares DIR/mounts, probes how this kernel mounts images, and
 // finds mounts that an earlier process made. maxIdle bounds mounts without an
-// owner. unsupported: the kernel cannot mount EROFS.
-func OpenMounts(ctx context.Context, store *Store, maxIdle int) (*Mounts, error) {
-	m := &Mounts{store: store, dir: store.mounts, idle: maxIdle, entries: make(map[Digest]*mountEntry)}
+// owner. blobs may be nil. unsupported: the kernel cannot mount EROFS.
+func OpenMounts(ctx context.Context, store *Store, maxIdle int, blobs Blobs) (*Mounts, error) {
+	m := &Mounts{store: store, dir: store.mounts, idle: maxIdle, blobs: blobs, entries: make(map[Digest]*mountEntry)}
 	if err := makeDir(m.dir); err != nil {
 		return nil, store.diskError(fmt.Errorf("open mounts: %w", err))
 	}
@@ -71,7 +75,8 @@ func OpenMounts(ctx context.Context, store *Store, maxIdle int) (*Mounts, error)
 		return nil, err
 	}
 	for d := range found.layers {
-		m.entries[d] = &mountEntry{mounted: true, owners: make(map[string]bool)}
+		// Lazy as far as is known: to detach what is not attached does nothing.
+		m.entries[d] = &mountEntry{mounted: true, lazy: blobs != nil, owners: make(map[string]bool)}
 	}
 	return m, nil
 }
@@ -125,12 +130,12 @@ func (m *Mounts) Acquire(ctx context.Context, d Digest, owner string) (string, e
 	had := e.owners[owner]
 	e.owners[owner] = true // from here on it is not unmounted
 	e.waiting++
-	mounted := e.mounted
+	mounted := e.mounted && !e.dead
 	m.mu.Unlock()
 
 	var err error
 	if !mounted || !isMounted(m.path(d)) {
-		err = m.ensure(d, e)
+		err = m.ensure(ctx, d, e)
 	}
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -157,6 +162,7 @@ func (m *Mounts) entry(d Digest) *mountEntry {
 // disown removes an owner; mu is held.
 func (m *Mounts) disown(d Digest, e *mountEntry, owner string) {
 	delete(e.owners, owner)
+	delete(e.lost, owner)
 	m.clock++
 	e.idledAt = m.clock
 	m.forget(d, e)
@@ -170,22 +176,29 @@ func (m *Mounts) forget(d Digest, e *mountEntry) {
 }
 
 // ensure mounts the layer of an entry, once however many wait for it.
-func (m *Mounts) ensure(d Digest, e *mountEntry) error {
+func (m *Mounts) ensure(ctx context.Context, d Digest, e *mountEntry) error {
 	e.busy.Lock()
 	defer e.busy.Unlock()
 	m.mu.Lock()
-	mounted := e.mounted
+	mounted, dead := e.mounted, e.dead
 	m.mu.Unlock()
-	if mounted && isMounted(m.path(d)) {
+	if mounted && !dead && isMounted(m.path(d)) {
 		return nil
 	}
-	// A mount that somebody took away would leave an empty directory in the place of the layer.
-	if err := m.mount(d); err != nil {
-		return err
+	if dead { // overlays upon it keep it
+		if err := detach(m.path(d)); err != nil {
+			return err
+		}
 	}
+	// A mount that somebody took away would leave an empty directory in the place of the layer.
+	lazy, err := m.mount(ctx, d)
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	e.mounted = true
+	if err != nil {
+		e.mounted = e.mounted && !dead
+		return err
+	}
+	e.mounted, e.lazy, e.dead = true, lazy, false
 	return nil
 }
 
@@ -196,33 +209,39 @@ func isMounted(dir string) bool {
 	return err == nil && st.Attributes&unix.STATX_ATTR_MOUNT_ROOT != 0
 }
 
-func (m *Mounts) mount(d Digest) error {
+// mount mounts a layer whose mount point is free; lazy says that blobs were attached for it.
+func (m *Mounts) mount(ctx context.Context, d Digest) (lazy bool, err error) {
 	l, err := m.store.Load(d)
 	if err != nil {
-		return err
+		return false, err
 	}
-	img := image{meta: m.store.local.path(l.Meta.Digest)}
-	for _, b := range l.Blobs() {
-		img.blobs = append(img.blobs, m.store.local.path(b.Digest))
+	img, lazy, err := m.images(ctx, l)
+	if err != nil {
+		return false, err
 	}
+	defer func() {
+		if err != nil && lazy {
+			err = errors.Join(err, m.blobs.Detach(context.WithoutCancel(ctx), d))
+		}
+	}()
 	fd, err := mountImage(img, m.mode)
 	if err != nil {
-		return mountFault(d, err)
+		return lazy, mountFault(d, err)
 	}
 	defer unix.Close(fd)
 	dir := m.path(d)
 	if err := os.Mkdir(dir, 0o700); err != nil && !errors.Is(err, os.ErrExist) {
-		return m.store.diskError(err)
+		return lazy, m.store.diskError(err)
 	}
 	if err := attach(fd, dir); err != nil {
 		err = errors.Join(err, os.Remove(dir))
 		if errors.Is(err, unix.ENOSPC) {
-			return errs.E(errs.Capacity, "the node has no room for more mounts: %w", err).
+			return lazy, errs.E(errs.Capacity, "the node has no room for more mounts: %w", err).
 				WithHint("raise the sysctl fs.mount-max")
 		}
-		return err
+		return lazy, err
 	}
-	return nil
+	return lazy, nil
 }
 
 // mountFault says what the kernel made of an image: the node is short of something, or the image is not what was written.
@@ -257,7 +276,11 @@ func (m *Mounts) Release(owner string) error {
 func (m *Mounts) Adopt(d Digest, owner string) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	m.entry(d).owners[owner] = true
+	e := m.entry(d)
+	e.owners[owner] = true
+	if e.dead {
+		e.lose(owner)
+	}
 }
 
 // InUse returns the layers that have an owner.
@@ -339,6 +362,7 @@ func (m *Mounts) unmountOne(d Digest) error {
 		m.mu.Unlock()
 		return nil
 	}
+	lazy := e.lazy
 	e.mounted = false // an Acquire from here on waits for busy and mounts anew
 	m.mu.Unlock()
 	if err := detach(m.path(d)); err != nil {
@@ -346,6 +370,9 @@ func (m *Mounts) unmountOne(d Digest) error {
 		defer m.mu.Unlock()
 		e.mounted = true
 		return err
+	}
+	if lazy && m.blobs != nil {
+		return m.blobs.Detach(context.Background(), d)
 	}
 	return nil
 }

@@ -238,7 +238,7 @@ func TestLeaks(t *testing.T) {
 	if leaks, err := m.Leaks(); err != nil || len(leaks) != 0 {
 		t.Fatalf("leaks of a healthy node: %v, %v", leaks, err)
 	}
-	if err := m.mount(d); err != nil { // a second mount over the first
+	if _, err := m.mount(context.Background(), d); err != nil { // a second mount over the first
 		t.Fatal(err)
 	}
 	other := filepath.Join(s.mounts, "other")
@@ -367,7 +367,7 @@ func TestDamagedLayer(t *testing.T) {
 		t.Error(err)
 	}
 	n := 0
-	if err := s.eachManifest(context.Background(), func(Layer) error { n++; return nil }); err != nil || n != 2 {
+	if err := s.walkManifests(context.Background(), func(Digest) error { n++; return nil }); err != nil || n != 3 {
 		t.Errorf("%d layers, %v", n, err)
 	}
 	if err := m.Release("x"); err != nil {

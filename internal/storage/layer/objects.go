@@ -15,17 +15,12 @@ import (
 // objects keeps immutable bytes under their SHA-256.
 //
 // put is idempotent and durable when it returns; an object is visible whole or
-// not at all. Methods may be called concurrently; the store sees to it that
-// nothing is removed while something may still come to refer to it.
+// not at all. Methods may be called concurrently.
 type objects interface {
 	// put takes over a complete local file whose digest is d. It may leave the file to the caller.
 	put(ctx context.Context, d Digest, file string) error
 	// open returns an object for reading; fs.ErrNotExist when there is none.
 	open(d Digest) (object, error)
-	// list calls f for every object.
-	list(ctx context.Context, f func(d Digest, size int64, changed time.Time) error) error
-	// remove makes objects invisible at once; finish, to be called even after an error, frees their space.
-	remove(ctx context.Context, ds []Digest) (finish func() error, err error)
 }
 
 // object is an open object.
@@ -58,6 +53,12 @@ func (l *localObjects) put(_ context.Context, d Digest, file string) error {
 	return publish(file, to)
 }
 
+// has tells whether there is an object of that size.
+func (l *localObjects) has(o Object) bool {
+	fi, err := os.Lstat(l.path(o.Digest))
+	return err == nil && fi.Size() == o.Size
+}
+
 type localObject struct {
 	*os.File
 	bytes int64
@@ -78,8 +79,12 @@ func (l *localObjects) open(d Digest) (object, error) {
 	return &localObject{f, info.Size()}, nil
 }
 
-func (l *localObjects) list(ctx context.Context, f func(Digest, int64, time.Time) error) error {
+// list calls f for every object but those that skip leaves out.
+func (l *localObjects) list(ctx context.Context, skip func(Digest) bool, f func(Digest, int64, time.Time) error) error {
 	return walkFanOut(ctx, l.dir, "", func(d Digest, e fs.DirEntry) error {
+		if skip(d) {
+			return nil
+		}
 		info, err := e.Info()
 		if errors.Is(err, fs.ErrNotExist) {
 			return nil
@@ -92,7 +97,7 @@ func (l *localObjects) list(ctx context.Context, f func(Digest, int64, time.Time
 }
 
 // remove renames the files into tmp, which is quick whatever their size and needs
-// no space; finish unlinks them. After a crash in between, the next start empties tmp.
+// no space; finish, to be called even after an error, unlinks them. After a crash in between, the next start empties tmp.
 func (l *localObjects) remove(_ context.Context, ds []Digest) (func() error, error) {
 	var doomed []string
 	finish := func() error {
@@ -171,3 +176,14 @@ func hashFile(ctx context.Context, f io.ReadSeeker, progress func(n int64)) (Obj
 type readFunc func(p []byte) (int, error)
 
 func (f readFunc) Read(p []byte) (int, error) { return f(p) }
+
+// emptyObject makes the object of no bytes.
+func (s *Store) emptyObject(ctx context.Context, o Object) error {
+	f, err := os.CreateTemp(s.tmp(), "empty-*")
+	if err != nil {
+		return s.diskError(err)
+	}
+	defer os.Remove(f.Name())
+	defer f.Close()
+	return s.diskError(s.local.put(ctx, o.Digest, f.Name()))
+}

@@ -117,7 +117,7 @@ func (s *Store) openAgainst(ctx context.Context, ref Ref, o ImportOptions) (*Ope
 	var ds []Digest
 	add := func(l Layer) { ds = append(append(ds, l.Parents...), l.Digest) }
 	if o.Against == "" {
-		l, err := s.resolve(ref)
+		l, err := s.resolve(ctx, ref)
 		if err != nil {
 			return nil, nil //nolint:nilerr // nothing there, or nothing usable: a new layer stands by itself
 		}
@@ -127,7 +127,7 @@ func (s *Store) openAgainst(ctx context.Context, ref Ref, o ImportOptions) (*Ope
 		if o.Against == "" {
 			break
 		}
-		l, err := s.Resolve(o.Project, strings.TrimSpace(name))
+		l, err := s.Resolve(ctx, o.Project, strings.TrimSpace(name))
 		if err != nil {
 			return nil, err
 		}

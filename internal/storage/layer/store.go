@@ -8,6 +8,7 @@ import (
 	"os"
 	"path/filepath"
 	"sync"
+	"sync/atomic"
 
 	"github.com/harena-dev/harena/internal/errs"
 	"github.com/harena-dev/harena/internal/sandbox"
@@ -28,9 +29,12 @@ type Store struct {
 	local   *localObjects // the same ones as files, for mounting
 	limits  Limits
 
-	// collect is held for reading while something that was resolved or stored is
-	// not yet referred to on disk, and for writing by the collector.
-	collect sync.RWMutex
+	collector collector
+	// remote is the shared store; nil: there is none.
+	remote  *sharedStore
+	visible Visibility
+	// reads counts names and manifests read from disk.
+	reads atomic.Int64
 
 	mu        sync.Mutex
 	manifests map[Digest]Layer
@@ -53,7 +57,7 @@ type Limits struct {
 
 // Open opens, or makes, the store below the data directory DIR and removes what
 // an interrupted import left in it.
-func Open(dataDir string, limits Limits) (*Store, error) {
+func Open(dataDir string, limits Limits, options ...Option) (*Store, error) {
 	// Absolute and without symbolic links, as the kernel will show mount points below it.
 	dataDir, err := filepath.Abs(dataDir)
 	if err != nil {
@@ -68,10 +72,13 @@ func Open(dataDir string, limits Limits) (*Store, error) {
 		dir: dir, cache: filepath.Join(dataDir, "cache"), mounts: filepath.Join(dataDir, "mounts"), limits: limits,
 		objects: local, local: local,
 		manifests: make(map[Digest]Layer), pins: make(map[Digest]int),
-		index:     index{names: make(map[string]map[string]Digest)},
 		bootstrap: make(chan struct{}, 1),
 		blobs:     oci.NewCache(filepath.Join(dataDir, "cache", "blobs"), oci.DefaultCacheBytes),
 	}
+	for _, set := range options {
+		set(s)
+	}
+	s.index.reset()
 	for _, d := range []string{"manifests", "objects", "tags", "tmp"} {
 		if err := makeDir(filepath.Join(dir, d)); err != nil {
 			return nil, diskError(fmt.Errorf("open the layer store: %w", err), dataDir)
@@ -80,8 +87,24 @@ func Open(dataDir string, limits Limits) (*Store, error) {
 	if err := s.emptyTmp(); err != nil {
 		return nil, diskError(fmt.Errorf("open the layer store: %w", err), dataDir)
 	}
+	if s.index.log, err = openIndexLog(s.catalogPath()); err != nil {
+		_ = os.Remove(s.catalogPath()) // read-only disks keep it; it is not used then
+	}
 	return s, nil
 }
+
+// Option changes what Open opens.
+type Option func(*Store)
+
+// Visibility decides whether a project may see a layer that it named. It is
+// asked at every resolve, after the layer was found. A project finds names of its
+// own only, and by digest any layer: who knows a digest has had the content.
+type Visibility interface {
+	Visible(project string, r Ref, l Layer) bool
+}
+
+// WithVisibility has v asked; without it what is found is visible.
+func WithVisibility(v Visibility) Option { return func(s *Store) { s.visible = v } }
 
 func (s *Store) tmp() string { return filepath.Join(s.dir, "tmp") }
 
@@ -101,25 +124,30 @@ func (s *Store) emptyTmp() error {
 // diskError is diskError for this store's directory.
 func (s *Store) diskError(err error) error { return diskError(err, filepath.Dir(s.dir)) }
 
-// Hold keeps the collector from running until release is called. Who resolves a
-// layer holds until what uses it is on record, where the collector's set of
-// digests in use sees it. Hold is short: seconds at most.
-func (s *Store) Hold() (release func()) {
-	s.collect.RLock()
-	return s.collect.RUnlock
-}
+// Hold keeps what is resolved or stored until release is called from being
+// collected. Who resolves a layer holds until what uses it is on record, where
+// the collector's set of digests in use sees it.
+func (s *Store) Hold() (release func()) { return s.collector.hold() }
 
 func (s *Store) manifestPath(d Digest) string {
 	h := d.Hex()
 	return filepath.Join(s.dir, "manifests", h[:2], h+".json")
 }
 
-func (s *Store) tagPath(r Ref) string {
-	return filepath.Join(s.dir, "tags", dirName(r.Project), dirName(r.Name), r.Tag)
+func (s *Store) tagRoot(t tree) string {
+	if t == sharedTree {
+		return filepath.Join(s.dir, "shared", "tags")
+	}
+	return filepath.Join(s.dir, "tags")
 }
 
-// Load returns the layer with a digest. not-found: there is none.
+func (s *Store) tagPath(t tree, r Ref) string {
+	return filepath.Join(s.tagRoot(t), dirName(r.Project), dirName(r.Name), r.Tag)
+}
+
+// Load returns the layer with a digest that this node has. not-found: there is none.
 func (s *Store) Load(d Digest) (Layer, error) {
+	defer s.collector.look(d)()
 	s.mu.Lock()
 	l, ok := s.manifests[d]
 	s.mu.Unlock()
@@ -128,8 +156,7 @@ func (s *Store) Load(d Digest) (Layer, error) {
 	}
 	l, err := s.readManifest(d)
 	if errors.Is(err, fs.ErrNotExist) {
-		return Layer{}, errs.E(errs.NotFound, "there is no layer %s", d).On("layer %s", d).
-			WithHint("`harena layer ls` lists layers")
+		return Layer{}, noSuchLayer(string(d))
 	}
 	if err != nil {
 		return Layer{}, err
@@ -139,6 +166,7 @@ func (s *Store) Load(d Digest) (Layer, error) {
 }
 
 func (s *Store) readManifest(d Digest) (Layer, error) {
+	s.reads.Add(1)
 	f, err := os.Open(s.manifestPath(d))
 	if err != nil {
 		return Layer{}, err
@@ -179,44 +207,70 @@ func (s *Store) forget(ds []Digest) {
 	}
 }
 
+// Find is Load, and fetches the manifest from the shared store when this node does not have it.
+func (s *Store) Find(ctx context.Context, d Digest) (Layer, error) {
+	l, err := s.Load(d)
+	if s.remote == nil || !errs.Is(err, errs.NotFound) {
+		return l, err
+	}
+	return s.remote.fetchManifest(ctx, s, d)
+}
+
 // Resolve finds the layer that a name, name:tag or digest means in a project.
-// It reads at most two small files, however many layers there are. A digest
-// finds a layer whatever the project: who knows it has had the content.
-func (s *Store) Resolve(project, ref string) (Layer, error) {
+// It reads at most two small files, or asks the shared store as often, however many layers there are.
+func (s *Store) Resolve(ctx context.Context, project, ref string) (Layer, error) {
 	r, err := ParseRef(project, ref)
 	if err != nil {
 		return Layer{}, err
 	}
-	return s.resolve(r)
+	return s.resolve(ctx, r)
 }
 
-func (s *Store) resolve(r Ref) (Layer, error) {
+func (s *Store) resolve(ctx context.Context, r Ref) (Layer, error) {
 	d := r.Digest
 	if d == "" {
 		var err error
-		if d, err = s.readTag(r); err != nil {
+		if d, err = s.lookUp(ctx, r); err != nil {
 			return Layer{}, err
 		}
 	}
-	return s.Load(d)
+	l, err := s.Find(ctx, d)
+	if err == nil && s.visible != nil && !s.visible.Visible(r.Project, r, l) {
+		return Layer{}, noSuchLayer(r.String())
+	}
+	return l, err
+}
+
+func noSuchLayer(what string) error {
+	return errs.E(errs.NotFound, "there is no layer %s", what).On("layer %s", what).
+		WithHint("`harena layer ls` lists layers")
+}
+
+// lookUp returns what a name points at: the node's own name or, without one, that of the shared store.
+func (s *Store) lookUp(ctx context.Context, r Ref) (Digest, error) {
+	d, err := s.readTag(r)
+	if s.remote == nil || !errs.Is(err, errs.NotFound) {
+		return d, err
+	}
+	return s.remote.lookUp(ctx, s, r)
 }
 
 // Compose resolves the layers of a sandbox and stacks them; see Compose.
-func (s *Store) Compose(project, image, workspace string, toolkits []string) (Composition, error) {
+func (s *Store) Compose(ctx context.Context, project, image, workspace string, toolkits []string) (Composition, error) {
 	var in Stack
 	var err error
-	if in.Image, err = s.named(project, image); err != nil {
+	if in.Image, err = s.named(ctx, project, image); err != nil {
 		return Composition{}, err
 	}
 	for _, p := range in.Image.Layer.Parents {
-		l, err := s.Load(p)
+		l, err := s.Find(ctx, p)
 		if err != nil {
 			return Composition{}, err
 		}
 		in.Parents = append(in.Parents, l)
 	}
 	if workspace != "" {
-		w, err := s.named(project, workspace)
+		w, err := s.named(ctx, project, workspace)
 		if err != nil {
 			return Composition{}, err
 		}
@@ -227,7 +281,7 @@ func (s *Store) Compose(project, image, workspace string, toolkits []string) (Co
 		return Composition{}, errs.OverLimit(errs.Invalid, "layers of a sandbox", sandbox.MaxLayers, n)
 	}
 	for _, t := range toolkits {
-		n, err := s.named(project, t)
+		n, err := s.named(ctx, project, t)
 		if err != nil {
 			return Composition{}, err
 		}
@@ -236,22 +290,12 @@ func (s *Store) Compose(project, image, workspace string, toolkits []string) (Co
 	return Compose(in)
 }
 
-func (s *Store) named(project, ref string) (Named, error) {
-	l, err := s.Resolve(project, ref)
+func (s *Store) named(ctx context.Context, project, ref string) (Named, error) {
+	l, err := s.Resolve(ctx, project, ref)
 	return Named{Name: ref, Layer: l}, err
 }
 
-// eachManifest reads every manifest of the store that can be read.
-func (s *Store) eachManifest(ctx context.Context, f func(Layer) error) error {
-	return walkFanOut(ctx, filepath.Join(s.dir, "manifests"), ".json", func(d Digest, _ fs.DirEntry) error {
-		l, err := s.Load(d)
-		// One that is damaged does not hide the others; who names it is told.
-		if errs.Is(err, errs.NotFound) || errs.Is(err, errs.Precondition) {
-			return nil
-		}
-		if err != nil {
-			return err
-		}
-		return f(l)
-	})
+// walkManifests visits every manifest that this node has, whole or not.
+func (s *Store) walkManifests(ctx context.Context, f func(Digest) error) error {
+	return walkFanOut(ctx, filepath.Join(s.dir, "manifests"), ".json", func(d Digest, _ fs.DirEntry) error { return f(d) })
 }

@@ -125,7 +125,7 @@ func TestSameImportTwiceIsOneLayer(t *testing.T) {
 		t.Error("another kind must be another layer with the same objects")
 	}
 	s = openStore(t, dir)
-	l, err := s.Resolve("", "a:1")
+	l, err := s.Resolve(context.Background(), "", "a:1")
 	if err != nil || l.Digest != c.Layer.Digest || !l.Created.Equal(c.Layer.Created) {
 		t.Errorf("after reopening: %v, %v", l, err)
 	}
@@ -226,29 +226,29 @@ func TestTagsAndListing(t *testing.T) {
 	ctx := context.Background()
 	a := importFiles(t, s, "a:1", Base, entry{"f", "a", 0}).Layer
 	b := importFiles(t, s, "a/b", Toolkit, entry{"f", "b", 0}).Layer // a name and tag that could clash as paths
-	if _, err := s.Tag("", "a:1", "a:b"); err != nil {
+	if _, err := s.Tag(context.Background(), "", "a:1", "a:b"); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := s.Tag("", string(b.Digest), "c"); err != nil {
+	if _, err := s.Tag(context.Background(), "", string(b.Digest), "c"); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := s.Tag("", "a:1", string(b.Digest)); !errs.Is(err, errs.Invalid) {
+	if _, err := s.Tag(context.Background(), "", "a:1", string(b.Digest)); !errs.Is(err, errs.Invalid) {
 		t.Errorf("tag onto a digest: %v", err)
 	}
-	if _, err := s.Tag("", "nothing", "c"); !errs.Is(err, errs.NotFound) {
+	if _, err := s.Tag(context.Background(), "", "nothing", "c"); !errs.Is(err, errs.NotFound) {
 		t.Errorf("tag of nothing: %v", err)
 	}
 	for ref, want := range map[string]Digest{"a:1": a.Digest, "a:b": a.Digest, "a/b": b.Digest, "c": b.Digest, string(a.Digest): a.Digest} {
-		if l, err := s.Resolve("", ref); err != nil || l.Digest != want {
+		if l, err := s.Resolve(context.Background(), "", ref); err != nil || l.Digest != want {
 			t.Errorf("%s: %v, %v", ref, l.Digest, err)
 		}
 	}
-	_, err := s.Resolve("", "a")
+	_, err := s.Resolve(context.Background(), "", "a")
 	var e *errs.Error
 	if !errors.As(err, &e) || e.Kind != errs.NotFound || !strings.Contains(e.Hint, "tags 1, b") {
 		t.Errorf("a missing tag: %v, hint %q", err, e.Hint)
 	}
-	if _, err := s.Resolve("other", "a:1"); !errs.Is(err, errs.NotFound) {
+	if _, err := s.Resolve(context.Background(), "other", "a:1"); !errs.Is(err, errs.NotFound) {
 		t.Errorf("another project sees the name: %v", err)
 	}
 
@@ -265,10 +265,10 @@ func TestTagsAndListing(t *testing.T) {
 	}
 
 	// What is kept in memory for listings must be what a store that reads the disk lists.
-	if _, err := s.Tag("", "a:1", "late"); err != nil {
+	if _, err := s.Tag(context.Background(), "", "a:1", "late"); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := s.Remove("", "late"); err != nil {
+	if _, err := s.Remove(context.Background(), "", "late"); err != nil {
 		t.Fatal(err)
 	}
 	fresh := openStore(t, filepath.Dir(s.dir))
@@ -280,13 +280,13 @@ func TestTagsAndListing(t *testing.T) {
 		}
 	}
 
-	if d, err := s.Remove("", "a:1"); err != nil || d != a.Digest {
+	if d, err := s.Remove(context.Background(), "", "a:1"); err != nil || d != a.Digest {
 		t.Errorf("remove: %v, %v", d, err)
 	}
-	if _, err := s.Remove("", "a:1"); !errs.Is(err, errs.NotFound) {
+	if _, err := s.Remove(context.Background(), "", "a:1"); !errs.Is(err, errs.NotFound) {
 		t.Errorf("remove twice: %v", err)
 	}
-	if _, err := s.Resolve("", string(a.Digest)); err != nil {
+	if _, err := s.Resolve(context.Background(), "", string(a.Digest)); err != nil {
 		t.Errorf("content went with a name: %v", err)
 	}
 }
@@ -304,12 +304,12 @@ func TestGarbage(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, n := range []string{"used", "gone", "shared"} {
-		if _, err := s.Remove("", n); err != nil {
+		if _, err := s.Remove(context.Background(), "", n); err != nil {
 			t.Fatal(err)
 		}
 	}
 	inUse := func() map[Digest]bool { return map[Digest]bool{used.Digest: true} }
-	plan, err := s.PlanGC(ctx, inUse())
+	plan, err := s.CollectGarbage(ctx, GCOptions{InUse: inUse, DryRun: true})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -321,7 +321,7 @@ func TestGarbage(t *testing.T) {
 	if _, err := s.Load(gone.Digest); err != nil {
 		t.Errorf("the plan had an effect: %v", err)
 	}
-	done, err := s.CollectGarbage(ctx, inUse)
+	done, err := s.CollectGarbage(ctx, GCOptions{InUse: inUse})
 	if err != nil || !slices.Equal(done.Layers, want) || done.Bytes != plan.Bytes {
 		t.Errorf("collected %+v, %v", done, err)
 	}
@@ -333,7 +333,7 @@ func TestGarbage(t *testing.T) {
 			t.Errorf("layer %s: %v, %v", l.Digest, problems, err)
 		}
 	}
-	if done, err = s.CollectGarbage(ctx, nothing); err != nil || !slices.Equal(done.Layers, []Digest{used.Digest}) {
+	if done, err = s.CollectGarbage(ctx, GCOptions{InUse: nothing}); err != nil || !slices.Equal(done.Layers, []Digest{used.Digest}) {
 		t.Errorf("collected %+v, %v", done, err)
 	}
 	if tmp, _ := os.ReadDir(s.tmp()); len(tmp) != 0 {
@@ -351,19 +351,19 @@ func TestGarbageKeepsParents(t *testing.T) {
 	base := importFiles(t, s, "base", Base, entry{"f", "base", 0}).Layer
 	m := base.Manifest
 	m.Kind, m.Parents = Snapshot, []Digest{base.Digest}
-	im, err := s.publishAll(ctx, Ref{Project: DefaultProject, Name: "snap", Tag: "1"}, []*staged{{dir: "/nonexistent", manifest: m}}) // its objects are there
+	im, err := s.publishAll(ctx, Ref{Project: DefaultProject, Name: "snap", Tag: "1"}, []*staged{{dir: "/nonexistent", manifest: m}}, nil) // its objects are there
 	if err != nil {
 		t.Fatal(err)
 	}
 	snap := im.Layer
-	if _, err := s.Remove("", "base"); err != nil {
+	if _, err := s.Remove(context.Background(), "", "base"); err != nil {
 		t.Fatal(err)
 	}
-	plan, err := s.CollectGarbage(ctx, func() map[Digest]bool { return nil })
+	plan, err := s.CollectGarbage(ctx, GCOptions{InUse: func() map[Digest]bool { return nil }})
 	if err != nil || len(plan.Layers) != 0 {
 		t.Errorf("collected %+v, %v", plan, err)
 	}
-	c, err := s.Compose("", "snap:1", "", nil)
+	c, err := s.Compose(context.Background(), "", "snap:1", "", nil)
 	if err != nil || !slices.Equal(c.Digests, []Digest{base.Digest, snap.Digest}) {
 		t.Errorf("composition %v, %v", c, err)
 	}
@@ -376,7 +376,7 @@ func TestGarbageAgainstImports(t *testing.T) {
 	collected := make(chan error, 1)
 	go func() {
 		for ctx.Err() == nil {
-			if _, err := s.CollectGarbage(context.Background(), func() map[Digest]bool { return nil }); err != nil {
+			if _, err := s.CollectGarbage(context.Background(), GCOptions{}); err != nil {
 				collected <- err
 				return
 			}
@@ -389,7 +389,7 @@ func TestGarbageAgainstImports(t *testing.T) {
 		if problems, err := s.Verify(ctx, d, nil); err != nil || len(problems) > 0 {
 			t.Fatalf("round %d: %v, %v", i, problems, err)
 		}
-		if _, err := s.Remove("", name); err != nil {
+		if _, err := s.Remove(context.Background(), "", name); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -458,10 +458,10 @@ func TestVerifyFindsDamage(t *testing.T) {
 	if _, err := s.Verify(ctx, l.Digest, nil); err == nil {
 		t.Error("a damaged manifest was not noticed")
 	}
-	if _, err := s.Remove("", "a"); err != nil {
+	if _, err := s.Remove(context.Background(), "", "a"); err != nil {
 		t.Fatal(err)
 	}
-	if plan, err := s.CollectGarbage(ctx, func() map[Digest]bool { return nil }); err != nil || len(plan.Layers) != 1 || len(plan.Objects) != 2 {
+	if plan, err := s.CollectGarbage(ctx, GCOptions{InUse: func() map[Digest]bool { return nil }}); err != nil || len(plan.Layers) != 1 || len(plan.Objects) != 2 {
 		t.Errorf("the damaged layer is not collected: %+v, %v", plan, err)
 	}
 }

@@ -3,64 +3,100 @@ package layer
 import (
 	"context"
 	"errors"
+	"fmt"
+	"io"
 	"io/fs"
 	"os"
 	"path/filepath"
 	"slices"
-	"sort"
 	"strings"
 
 	"github.com/harena-dev/harena/internal/errs"
 )
 
-// readTag returns the digest that a name points at.
-func (s *Store) readTag(r Ref) (Digest, error) {
-	b, err := os.ReadFile(s.tagPath(r))
+// readTag returns the digest that a name of the node's own points at.
+func (s *Store) readTag(r Ref) (Digest, error) { return s.readTagFile(ownTree, r) }
+
+// readTagFile returns what a name points at in a tree.
+func (s *Store) readTagFile(t tree, r Ref) (Digest, error) {
+	s.reads.Add(1)
+	b, err := os.ReadFile(s.tagPath(t, r))
 	if errors.Is(err, fs.ErrNotExist) {
 		return "", s.noSuchName(r)
 	}
 	if err != nil {
 		return "", s.diskError(err)
 	}
-	return ParseDigest(strings.TrimSpace(string(b)))
+	d, err := ParseDigest(strings.TrimSpace(string(b)))
+	if err != nil {
+		return "", errs.E(errs.Precondition, "the name %s is damaged: its file does not hold a digest", r).
+			On("layer %s", r).WithHint("point it at a layer again: `harena layer tag` or `harena layer import`")
+	}
+	return d, nil
 }
 
 // noSuchName says what there is instead.
 func (s *Store) noSuchName(r Ref) error {
 	e := errs.E(errs.NotFound, "there is no layer %s", r).On("layer %s", r)
-	tags := s.tagsOf(r)
+	const most = 10
+	tags := s.tagsOf(r, most+1)
 	if len(tags) == 0 {
 		return e.WithHint("`harena layer ls` lists layers, `harena layer import --name %s SOURCE` makes one", r)
 	}
-	const most = 10
 	if len(tags) > most {
 		tags = append(tags[:most], "…")
 	}
 	return e.WithHint("%s has the tags %s", r.Name, strings.Join(tags, ", "))
 }
 
-func (s *Store) tagsOf(r Ref) []string {
-	entries, err := os.ReadDir(filepath.Dir(s.tagPath(r)))
-	if err != nil {
-		return nil
-	}
+// tagsOf returns some tags of a name, at most n.
+func (s *Store) tagsOf(r Ref, n int) []string {
 	var tags []string
-	for _, e := range entries {
-		tags = append(tags, e.Name())
+	for _, t := range []tree{ownTree, sharedTree} {
+		d, err := os.Open(filepath.Dir(s.tagPath(t, r)))
+		if err != nil {
+			continue
+		}
+		names, err := d.Readdirnames(n)
+		d.Close()
+		if err != nil && !errors.Is(err, io.EOF) {
+			continue
+		}
+		tags = append(tags, names...)
 	}
-	return tags
+	slices.Sort(tags)
+	return tags[:min(n, len(tags))]
 }
 
-// writeTag points a name at a digest; the caller holds collect.
-func (s *Store) writeTag(r Ref, d Digest) error {
-	return s.diskError(s.index.setTag(r, d, func() error {
-		return writeFile(s.tmp(), s.tagPath(r), []byte(d+"\n"))
+// writeTag points a name at a digest; the caller holds the layer.
+func (s *Store) writeTag(t tree, r Ref, d Digest) error {
+	s.collector.keep(d)
+	return s.diskError(s.setTag(t, r, d, func() error {
+		before, err := s.readTagFile(t, r)
+		if err := writeFile(s.tmp(), s.tagPath(t, r), []byte(d+"\n")); err != nil {
+			return err
+		}
+		if err == nil {
+			s.moved(r, before, d)
+		}
+		return nil
 	}))
 }
 
+// removeTag removes a name from a tree; fs.ErrNotExist when another call was first.
+func (s *Store) removeTag(t tree, r Ref) error {
+	return s.setTag(t, r, "", func() error {
+		path := s.tagPath(t, r)
+		if err := os.Remove(path); err != nil {
+			return err
+		}
+		return syncDir(filepath.Dir(path))
+	})
+}
+
 // Tag points name at the layer that source (a name or digest) means now,
-// replacing what it pointed at, atomically.
-func (s *Store) Tag(project, source, name string) (Layer, error) {
+// replacing what it pointed at, atomically. With a shared store the name and the layer are published there.
+func (s *Store) Tag(ctx context.Context, project, source, name string) (Layer, error) {
 	from, err := ParseRef(project, source)
 	if err != nil {
 		return Layer{}, err
@@ -70,127 +106,116 @@ func (s *Store) Tag(project, source, name string) (Layer, error) {
 		return Layer{}, err
 	}
 	defer s.Hold()()
-	l, err := s.resolve(from)
+	l, err := s.resolve(ctx, from)
 	if err != nil {
 		return Layer{}, err
 	}
-	return l, s.writeTag(to, l.Digest)
+	return l, s.point(ctx, to, l, nil)
+}
+
+// point makes a name mean a layer that this node has: in the shared store when
+// there is one, which gets the layer first, else here.
+func (s *Store) point(ctx context.Context, r Ref, l Layer, report *reporter) error {
+	if s.remote == nil {
+		return s.writeTag(ownTree, r, l.Digest)
+	}
+	if err := s.remote.publish(ctx, s, l, report); err != nil {
+		return err
+	}
+	if err := s.remote.writeTag(ctx, r, l.Digest); err != nil {
+		return err
+	}
+	if err := s.writeTag(sharedTree, r, l.Digest); err != nil {
+		return err
+	}
+	// A name of the node's own would hide the shared one.
+	if err := s.removeTag(ownTree, r); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return s.diskError(err)
+	}
+	return nil
 }
 
 // Remove removes a name and returns what it pointed at. The content stays until
 // garbage is collected.
-func (s *Store) Remove(project, name string) (Digest, error) {
+func (s *Store) Remove(ctx context.Context, project, name string) (Digest, error) {
 	r, err := parseName(project, name)
 	if err != nil {
 		return "", err
 	}
 	d, err := s.readTag(r)
-	if err != nil {
+	damaged := errs.Is(err, errs.Precondition)
+	switch {
+	case err == nil, damaged:
+		err := s.removeTag(ownTree, r)
+		if errors.Is(err, fs.ErrNotExist) { // another call was first
+			return "", s.noSuchName(r)
+		}
+		return d, s.diskError(err)
+	case s.remote == nil || !errs.Is(err, errs.NotFound):
 		return "", err
 	}
-	err = s.index.setTag(r, "", func() error {
-		path := s.tagPath(r)
-		if err := os.Remove(path); err != nil {
-			return err
-		}
-		return syncDir(filepath.Dir(path))
-	})
-	switch {
-	case errors.Is(err, fs.ErrNotExist): // another call was first
-		return "", s.noSuchName(r)
-	case err != nil:
+	if d, err = s.remote.readTag(ctx, r); err != nil {
+		return "", err
+	}
+	if err := s.remote.removeTag(ctx, r); err != nil {
+		return "", err
+	}
+	if err := s.removeTag(sharedTree, r); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return "", s.diskError(err)
 	}
 	return d, nil
 }
 
-// ListOptions selects part of a listing.
-type ListOptions struct {
-	Project string
-	Kind    Kind // empty: all
-	// After is the Cursor of the last layer of the previous page.
-	After string
-	Limit int
-}
-
-// Listed is a layer with the names that point at it in the project.
-type Listed struct {
-	Layer
-	Names []string // sorted, at least one
-}
-
-// Cursor identifies a place in the order of a listing.
-func (l Listed) Cursor() string { return l.Names[0] }
-
-// List returns the named layers of a project in the order of their first names,
-// and whether there are more.
-func (s *Store) List(ctx context.Context, o ListOptions) (page []Listed, more bool, err error) {
-	names, err := s.names(ctx, o.Project)
-	if err != nil {
-		return nil, false, err
-	}
-	first := make([]Listed, 0, len(names))
-	for d, n := range names {
-		first = append(first, Listed{Layer: Layer{Digest: d}, Names: n})
-	}
-	slices.SortFunc(first, func(a, b Listed) int { return strings.Compare(a.Names[0], b.Names[0]) })
-	start := sort.Search(len(first), func(i int) bool { return first[i].Names[0] > o.After })
-	for _, l := range first[start:] {
-		if l.Layer, err = s.Load(l.Digest); err != nil {
-			if errs.Is(err, errs.NotFound) {
-				continue // removed and collected since names was read
-			}
-			return nil, false, err
-		}
-		if o.Kind != "" && l.Kind != o.Kind {
-			continue
-		}
-		if len(page) == o.Limit {
-			return page, true, nil
-		}
-		page = append(page, l)
-	}
-	return page, false, nil
-}
-
-// NamesOf returns the names in a project that point at a digest, sorted.
-func (s *Store) NamesOf(ctx context.Context, project string, d Digest) ([]string, error) {
-	names, err := s.names(ctx, project)
-	return names[d], err
-}
-
-// eachTag reads every name of a project.
-func (s *Store) eachTag(ctx context.Context, project string, f func(Ref, Digest)) error {
-	dir := filepath.Join(s.dir, "tags", dirName(project))
-	nameDirs, err := readDirIfAny(dir)
+// eachTag reads every name of a tree. f gets an error of kind precondition for one that is damaged.
+func (s *Store) eachTag(ctx context.Context, t tree, f func(Ref, Digest, error) error) error {
+	root := s.tagRoot(t)
+	projects, err := readDirIfAny(root)
 	if err != nil {
 		return err
 	}
-	for _, n := range nameDirs {
-		tags, err := readDirIfAny(filepath.Join(dir, n.Name()))
+	for _, p := range projects {
+		nameDirs, err := readDirIfAny(filepath.Join(root, p.Name()))
 		if err != nil {
 			return err
 		}
-		for _, t := range tags {
-			if err := ctx.Err(); err != nil {
-				return err
-			}
-			r := Ref{Project: project, Name: pathName(n.Name()), Tag: t.Name()}
-			d, err := s.readTag(r)
-			if errs.Is(err, errs.NotFound) {
-				continue // removed meanwhile
-			}
+		for _, n := range nameDirs {
+			tags, err := readDirIfAny(filepath.Join(root, p.Name(), n.Name()))
 			if err != nil {
 				return err
 			}
-			f(r, d)
+			for _, e := range tags {
+				if err := ctx.Err(); err != nil {
+					return err
+				}
+				r := Ref{Project: pathName(p.Name()), Name: pathName(n.Name()), Tag: e.Name()}
+				if !tagPattern.MatchString(r.Tag) || !pathPattern.MatchString(r.Name) || !pathPattern.MatchString(r.Project) {
+					continue // not ours
+				}
+				d, err := s.readTagFile(t, r)
+				if errs.Is(err, errs.NotFound) {
+					continue // removed meanwhile
+				}
+				if err != nil && !errs.Is(err, errs.Precondition) {
+					return fmt.Errorf("read the name %s: %w", r, err)
+				}
+				if err := f(r, d, err); err != nil {
+					return err
+				}
+			}
 		}
 	}
 	return nil
 }
 
-// readDirIfAny is os.ReadDir, without entries for a directory that is not there.
+// readDirIfAny is os.ReadDir, without entries for what is not there or no directory.
 func readDirIfAny(dir string) ([]os.DirEntry, error) {
+	fi, err := os.Lstat(dir)
+	if errors.Is(err, fs.ErrNotExist) || err == nil && !fi.IsDir() {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, err
+	}
 	entries, err := os.ReadDir(dir)
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil, nil

@@ -58,11 +58,12 @@ func (s *Store) referrers(ctx context.Context, l Layer) (refs []reference, whole
 	x := &s.index
 	x.mu.Lock()
 	defer x.mu.Unlock()
-	if err := s.readUses(ctx); err != nil {
+	if err := s.loadIndex(ctx); err != nil {
 		return nil, false, err
 	}
-	refs = x.extra[l.Blob.Digest] // only ever appended to
-	return refs, x.uses[l.Blob.Digest] > 1+len(refs), nil
+	blob := sumOf(l.Blob.Digest)
+	refs = x.extra[blob] // only ever appended to, or replaced
+	return refs, x.uses[blob] > 1+len(refs), nil
 }
 
 // usedBy returns how many bytes of a blob layers refer to, each counted once.

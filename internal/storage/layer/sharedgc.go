@@ -1,0 +1,302 @@
+package layer
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"path/filepath"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/harena-dev/harena/internal/errs"
+	"github.com/harena-dev/harena/internal/storage/blob"
+)
+
+const (
+	// DefaultGrace is how old something in the shared store must be to be collected:
+	// an import that takes longer than this may fail.
+	DefaultGrace = 24 * time.Hour
+	minGrace     = time.Hour
+	// nodeTime is how long the uses of a node count after it was heard of last.
+	nodeTime = 30 * 24 * time.Hour
+	// deleteStep is how many objects are removed with one call.
+	deleteStep = 500
+)
+
+// SharedGCOptions say how to collect in the shared store.
+type SharedGCOptions struct {
+	// Grace: what is younger is kept. Zero means DefaultGrace; less than an hour is refused.
+	Grace    time.Duration
+	DryRun   bool
+	Progress func(phase string, seen int64)
+}
+
+// CollectShared removes from the shared store the layers that no name there
+// reaches, that no node makes use of, and that no such layer has as a parent, and
+// then the objects that only they name; all of it only when it is older than the
+// grace period, as another node may be about to refer to what is young.
+//
+// A manifest goes before its objects. Uses are read again in between: a node
+// that registers one looks for the manifest afterwards, so either it finds it
+// gone or the use is seen here, and the manifest is put back.
+func (s *Store) CollectShared(ctx context.Context, o SharedGCOptions) (*GCPlan, error) {
+	if s.remote == nil {
+		return nil, errs.E(errs.Precondition, "this node has no shared store").WithHint("start it with `harena up --store URL`")
+	}
+	if o.Grace == 0 {
+		o.Grace = DefaultGrace
+	}
+	if o.Grace < minGrace {
+		return nil, errs.E(errs.Invalid, "a grace period of %s is too short", o.Grace).WithHint("imports of other nodes need %s at least", minGrace)
+	}
+	if o.Progress == nil {
+		o.Progress = func(string, int64) {}
+	}
+	g := &sharedGC{s: s, r: s.remote, o: o, before: time.Now().Add(-o.Grace), plan: &GCPlan{}, keep: make(map[Digest]bool), named: make(map[Digest]bool)}
+	if err := g.run(ctx); err != nil {
+		return nil, s.remote.failed("collect in the shared store", err)
+	}
+	return g.plan, nil
+}
+
+type sharedGC struct {
+	s      *Store
+	r      *sharedStore
+	o      SharedGCOptions
+	before time.Time // what was modified later is young
+	plan   *GCPlan
+	keep   map[Digest]bool
+	named  map[Digest]bool
+	blind  bool
+	seen   int64
+}
+
+func (g *sharedGC) run(ctx context.Context) error {
+	if err := g.markNames(ctx); err != nil {
+		return err
+	}
+	if err := g.markUses(ctx); err != nil {
+		return err
+	}
+	var garbage []Digest
+	err := g.r.list(ctx, "manifests/", func(i blob.Info) error {
+		d, ok := decodeHex(strings.TrimSuffix(filepath.Base(i.Name), ".json"))
+		if !ok || i.Name != manifestName(d) || g.keep[d] {
+			return nil
+		}
+		if i.Modified.After(g.before) {
+			g.mark(ctx, d)
+		} else {
+			garbage = append(garbage, d)
+		}
+		return nil
+	})
+	if err != nil {
+		return err
+	}
+	if g.blind {
+		g.plan.Problems = append(g.plan.Problems, "nothing was removed: what the damaged layers need is not known")
+		return nil
+	}
+	if err := g.sweepLayers(ctx, garbage); err != nil {
+		return err
+	}
+	for _, prefix := range []string{"blobs/", "raw/"} {
+		if err := g.sweepObjects(ctx, prefix); err != nil {
+			return err
+		}
+	}
+	if g.o.DryRun {
+		return nil
+	}
+	_, err = blob.Sweep(ctx, g.r.store, g.before)
+	return err
+}
+
+func (g *sharedGC) look() {
+	if g.seen++; g.seen%100 == 0 {
+		g.o.Progress(PhaseMarking, g.seen)
+	}
+}
+
+func (g *sharedGC) markNames(ctx context.Context) error {
+	return g.r.list(ctx, "tags/", func(i blob.Info) error {
+		g.look()
+		b, err := blob.ReadAll(ctx, g.r.store, i.Name, maxTagFile)
+		if errs.Is(err, errs.NotFound) {
+			return nil // removed meanwhile
+		}
+		if err != nil {
+			return err
+		}
+		d, err := ParseDigest(strings.TrimSpace(string(b)))
+		if err != nil {
+			g.problem("%s is damaged: %v", i.Name, err)
+			g.blind = true // it may be the only one that keeps a layer
+			return nil
+		}
+		g.mark(ctx, d)
+		return nil
+	})
+}
+
+func (g *sharedGC) problem(format string, args ...any) {
+	if len(g.plan.Problems) < maxProblems {
+		g.plan.Problems = append(g.plan.Problems, fmt.Sprintf(format, args...))
+	}
+}
+
+// markUses marks what nodes make use of.
+func (g *sharedGC) markUses(ctx context.Context) error {
+	gone := make(map[string]bool)
+	err := g.r.list(ctx, "nodes/", func(i blob.Info) error {
+		if time.Since(i.Modified) > nodeTime {
+			gone[filepath.Base(i.Name)] = true
+		}
+		return nil
+	})
+	if err != nil {
+		return err
+	}
+	for node := range gone {
+		g.problem("node %s was not heard of for %d days: what it uses is not kept", node, int(nodeTime.Hours()/24))
+	}
+	return g.r.list(ctx, "uses/", func(i blob.Info) error {
+		node, hex := filepath.Split(strings.TrimPrefix(i.Name, "uses/"))
+		d, ok := decodeHex(hex)
+		if ok && !gone[strings.TrimSuffix(node, "/")] {
+			g.mark(ctx, d)
+		}
+		return nil
+	})
+}
+
+// mark marks a layer, its parents and the objects that they name.
+func (g *sharedGC) mark(ctx context.Context, d Digest) {
+	if g.keep[d] {
+		return
+	}
+	g.keep[d] = true
+	m, err := g.manifest(ctx, d)
+	if errs.Is(err, errs.NotFound) {
+		return
+	}
+	if err != nil {
+		g.problem("layer %s: %v", d, err)
+		g.blind = true
+		return
+	}
+	for _, o := range m.Objects() {
+		g.named[o.Digest] = true
+	}
+	for _, p := range m.Parents {
+		g.mark(ctx, p)
+	}
+}
+
+// manifest reads a manifest, here if the node has it.
+func (g *sharedGC) manifest(ctx context.Context, d Digest) (*Manifest, error) {
+	g.look()
+	if l, err := g.s.Load(d); err == nil {
+		return &l.Manifest, nil
+	}
+	b, err := blob.ReadAll(ctx, g.r.store, manifestName(d), maxManifest)
+	if err != nil {
+		return nil, err
+	}
+	return decodeManifest(d, b)
+}
+
+// sweepLayers removes manifests, and puts those back that turn out to be in use.
+func (g *sharedGC) sweepLayers(ctx context.Context, garbage []Digest) error {
+	if g.o.DryRun {
+		g.plan.Layers = garbage
+		return nil
+	}
+	content := make(map[Digest][]byte, len(garbage))
+	for _, d := range garbage {
+		b, err := blob.ReadAll(ctx, g.r.store, manifestName(d), maxManifest)
+		if err != nil && !errs.Is(err, errs.NotFound) {
+			return err
+		}
+		content[d] = b
+	}
+	for step := range slices.Chunk(garbage, deleteStep) {
+		names := make([]string, 0, len(step))
+		for _, d := range step {
+			names = append(names, manifestName(d))
+		}
+		if err := g.r.store.Delete(ctx, names...); err != nil {
+			return err
+		}
+		g.o.Progress(PhaseCollecting, int64(len(g.plan.Layers)))
+	}
+	back := g.putBack(ctx, garbage, content)
+	var profiles []string
+	for _, d := range garbage {
+		if !g.keep[d] {
+			g.plan.Layers = append(g.plan.Layers, d)
+			profiles = append(profiles, profileName(d))
+		}
+	}
+	if back != nil {
+		return back
+	}
+	return g.r.store.Delete(ctx, profiles...)
+}
+
+// putBack looks at names and uses again. When it cannot, everything is put back.
+func (g *sharedGC) putBack(ctx context.Context, garbage []Digest, content map[Digest][]byte) error {
+	err := g.markNames(ctx)
+	if err == nil {
+		err = g.markUses(ctx)
+	}
+	failed := []error{err}
+	for _, d := range garbage {
+		if err == nil && !g.keep[d] || content[d] == nil {
+			continue
+		}
+		if perr := g.r.putBytes(ctx, manifestName(d), content[d]); perr != nil {
+			failed = append(failed, perr)
+			continue
+		}
+		g.keep[d] = false // its objects and parents are marked as it is there again
+		g.mark(ctx, d)
+	}
+	if g.blind {
+		failed = append(failed, errs.E(errs.Precondition, "something was damaged while layers were collected").WithHint("run the collection again"))
+	}
+	return errors.Join(failed...)
+}
+
+// sweepObjects removes old objects that no layer names.
+func (g *sharedGC) sweepObjects(ctx context.Context, prefix string) error {
+	var step []string
+	flush := func() error {
+		if g.o.DryRun || len(step) == 0 {
+			step = step[:0]
+			return nil
+		}
+		err := g.r.store.Delete(ctx, step...)
+		step = step[:0]
+		return err
+	}
+	err := g.r.list(ctx, prefix, func(i blob.Info) error {
+		d, ok := decodeHex(filepath.Base(i.Name))
+		if !ok || g.named[d] || i.Modified.After(g.before) {
+			return nil
+		}
+		g.plan.Objects = append(g.plan.Objects, Object{d, i.Size})
+		g.plan.Bytes += i.Size
+		if step = append(step, i.Name); len(step) < deleteStep {
+			return nil
+		}
+		g.o.Progress(PhaseCollecting, int64(len(g.plan.Layers)+len(g.plan.Objects)))
+		return flush()
+	})
+	if err != nil {
+		return err
+	}
+	return flush()
+}
