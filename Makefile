@@ -14,7 +14,7 @@ unexport HARENA_URL HARENA_TOKEN HARENA_PROJECT
 LDFLAGS := -s -w -X main.version=$(VERSION)
 ZYGOTE := internal/supervisor/zygote/zygote.bin
 
-.PHONY: build demo test soak lint bench generate check-generated setup tools unit scenario fuzz clean
+.PHONY: build demo test soak lint bench generate check-generated setup tools unit scenario vm fuzz clean
 
 build: bin/harena bin/harena-guest
 
@@ -59,14 +59,18 @@ unit: $(ZYGOTE) $(VERSITYGW)/.complete
 	$(GO) test -race -timeout 15m ./internal/... ./sdk/... ./cmd/... | { grep --line-buffered -v '\[no test files\]' || true; }
 
 scenario: build
-	$(GO) test -count=1 -timeout 20m ./test/...
+	$(GO) test -count=1 -timeout 20m ./test/scenario
+
+# A few of the same on a second kernel, in a virtual machine: see test/vm/vm_test.go. All of them: HARENA_VM_FORM=long.
+vm: build
+	$(GO) test -count=1 -timeout 90m ./test/vm
 
 fuzz: $(ZYGOTE)
 	scripts/fuzz
 
 # What CI runs; says how long each part took.
 test:
-	@begin=$$SECONDS; for part in setup check-generated lint unit scenario fuzz; do \
+	@begin=$$SECONDS; for part in setup check-generated lint unit scenario vm fuzz; do \
 		start=$$SECONDS; echo "== $$part"; \
 		$(MAKE) --no-print-directory $$part || { echo "== $$part failed after $$((SECONDS - start)) s"; exit 1; }; \
 		echo "== $$part passed in $$((SECONDS - start)) s"; \

@@ -24,7 +24,7 @@ type cliResult struct {
 }
 
 func cliCommand(t *testing.T, args ...string) *exec.Cmd {
-	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
+	ctx, cancel := context.WithTimeout(t.Context(), slowly(2*time.Minute))
 	t.Cleanup(cancel)
 	cmd := exec.CommandContext(ctx, program("harena"), args...)
 	cmd.Env = append(os.Environ(), "HARENA_URL="+the.url, "HARENA_TOKEN="+the.token)

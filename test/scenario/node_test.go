@@ -9,6 +9,7 @@
 //	HARENA_TEST_IMAGE           a base layer with Debian's essential packages, python3 and sudo
 //	HARENA_TEST_DATA            directory of the suite's own node, kept for the next run
 //	HARENA_SOAK                 1: the full counts of make soak; 0.1: a tenth of them
+//	HARENA_TEST_SLOW            how many times slower than usual the machine is, such as 15 for an emulated one: longer deadlines
 package scenario
 
 import (
@@ -98,6 +99,12 @@ func env(name, fallback string) string {
 func count(ordinary, full int) int {
 	share, _ := strconv.ParseFloat(os.Getenv("HARENA_SOAK"), 64)
 	return max(ordinary, int(share*float64(full)))
+}
+
+// slowly is a deadline on a machine that may be slow.
+func slowly(d time.Duration) time.Duration {
+	times, _ := strconv.Atoi(os.Getenv("HARENA_TEST_SLOW"))
+	return d * time.Duration(max(1, times))
 }
 
 func (n *node) connect() {
@@ -275,8 +282,8 @@ func (o *ownNode) start() error {
 	case <-ready:
 	case <-o.exited:
 		return fmt.Errorf("harena up ended: %s", o.logTail())
-	case <-time.After(time.Minute):
-		return fmt.Errorf("harena up was not ready within a minute: %s", o.logTail())
+	case <-time.After(slowly(time.Minute)):
+		return fmt.Errorf("harena up was not ready in time: %s", o.logTail())
 	}
 	profile, err := os.ReadFile(filepath.Join(o.dir, "client.json"))
 	if err != nil {
@@ -318,8 +325,8 @@ func (o *ownNode) remove() error {
 	_ = o.watchdog.Wait()
 	select {
 	case <-o.exited:
-	case <-time.After(30 * time.Second):
-		return fmt.Errorf("the server still runs 30 s after harena down")
+	case <-time.After(slowly(30 * time.Second)):
+		return fmt.Errorf("the server still runs long after harena down")
 	}
 	o.log.Close()
 	if err := o.leftovers(); err != nil {

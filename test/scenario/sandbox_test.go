@@ -26,7 +26,7 @@ type box struct {
 // within is the deadline of a call that should take moments: a hang fails the test instead of the run.
 func within(t *testing.T, d time.Duration) context.Context {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(t.Context(), d)
+	ctx, cancel := context.WithTimeout(t.Context(), slowly(d))
 	t.Cleanup(cancel)
 	return ctx
 }
@@ -44,7 +44,7 @@ func create(t *testing.T, edit ...func(*harenav1.SandboxSpec)) *box {
 	}
 	b := &box{t, res.Msg.GetSandbox().GetId()}
 	t.Cleanup(func() {
-		ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+		ctx, cancel := context.WithTimeout(context.Background(), slowly(time.Minute))
 		defer cancel()
 		if err := stop(ctx, b.id); err != nil {
 			t.Errorf("stop: %v", explain(err))
@@ -239,7 +239,7 @@ func seconds(n float64) *durationpb.Duration {
 // eventually waits for something that the system does by itself.
 func eventually(t *testing.T, what string, limit time.Duration, ok func() bool) {
 	t.Helper()
-	deadline := time.Now().Add(limit)
+	deadline := time.Now().Add(slowly(limit))
 	for !ok() {
 		if time.Now().After(deadline) {
 			t.Fatalf("%s: not within %v", what, limit)
