@@ -89,7 +89,7 @@ func (a *app) root() *cobra.Command {
 	root.AddCommand(a.Commands...)
 	root.AddCommand(
 		a.runCommand(), a.createCommand(), a.execCommand(), a.commandsCommand(), a.attachCommand(), a.killCommand(), a.shellCommand(),
-		a.cpCommand(), a.logCommand(), a.replayCommand(), a.sessionCommand(), a.watchCommand(), a.psCommand(), a.showCommand(), a.stopCommand(),
+		a.cpCommand(), a.snapshotCommand(), a.forkCommand(), a.logCommand(), a.replayCommand(), a.sessionCommand(), a.watchCommand(), a.psCommand(), a.showCommand(), a.stopCommand(),
 		a.pauseCommand(), a.resumeCommand(), a.jobCommand(),
 		a.layerCommand(), a.eventsCommand(), a.fleetCommand(), a.doctorCommand(), a.versionCommand(), a.benchCommand(),
 	)

@@ -9,8 +9,6 @@ import (
 // later lists the commands that exist by name only, and why they are refused.
 var later = []struct{ name, reason string }{
 	{"port", "sandboxes have no network yet"},
-	{"snapshot", "snapshots are not built yet; `harena cp` copies files out"},
-	{"fork", "snapshots are not built yet"},
 	{"net", "sandboxes have no network yet"},
 	{"guard", "guard policies are not built yet"},
 	{"verify", "verification is not built yet"},

@@ -1958,7 +1958,7 @@ func (x *SnapshotRequest) GetProject() string {
 type SnapshotResponse struct {
 	state     protoimpl.MessageState `protogen:"open.v1"`
 	SandboxId string                 `protobuf:"bytes,1,opt,name=sandbox_id,json=sandboxId,proto3" json:"sandbox_id,omitempty"`
-	// capturing, packed, done, failed.
+	// capturing, packed, listing, done, failed.
 	Phase       string               `protobuf:"bytes,2,opt,name=phase,proto3" json:"phase,omitempty"`
 	Layer       *LayerRef            `protobuf:"bytes,3,opt,name=layer,proto3" json:"layer,omitempty"`
 	Frozen      *durationpb.Duration `protobuf:"bytes,4,opt,name=frozen,proto3" json:"frozen,omitempty"`

@@ -17,7 +17,7 @@ import (
 	"github.com/harena-dev/harena/internal/sandbox"
 )
 
-// sandboxService is the life cycle. Snapshot and Verify answer unsupported.
+// sandboxService is the life cycle. Verify answers unsupported.
 type sandboxService struct {
 	harenav1connect.UnimplementedSandboxServiceHandler
 	s *Server

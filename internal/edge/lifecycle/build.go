@@ -74,6 +74,9 @@ func (e *Edge) make(ctx context.Context, b *box, watch *stopwatch) error {
 			}
 			r := *rec
 			r.Layers = stack.Layers
+			if n := len(stack.Layers); r.Origin == "" && n > 0 && stack.Layers[n-1].Kind == "snapshot" {
+				r.Origin = rec.Spec.GetImage()
+			}
 			if err := r.setSpec(withImage(rec.Spec, stack.Config)); err != nil {
 				return err
 			}

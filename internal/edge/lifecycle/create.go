@@ -32,6 +32,8 @@ type request struct {
 	explain bool
 	started time.Time
 	asked   time.Time // when the call came of which this is a part; zero: now
+	origin  string    // the sandbox that is forked
+	fork    *ForkMark
 }
 
 // Create makes a sandbox, or returns the one that an equal request made. It returns when commands can run. When every caller
@@ -41,6 +43,10 @@ func (e *Edge) Create(ctx context.Context, req *edgev1.CreateRequest) (*harenav1
 	if err != nil {
 		return nil, err
 	}
+	return e.create(ctx, rq)
+}
+
+func (e *Edge) create(ctx context.Context, rq *request) (*harenav1.CreateResponse, error) {
 	for {
 		b, err := e.claim(rq)
 		if err != nil {
@@ -185,7 +191,7 @@ func (e *Edge) claim(rq *request) (*box, error) {
 	r := &Record{
 		Format: recordFormat, Config: backend.Config{ID: rq.id, Dir: e.records.dir(rq.id), IDBase: base},
 		Project: rq.project, RequestID: rq.key, Print: rq.print, State: sandbox.Creating, Boot: e.dir.Boot(),
-		Created: now, TTLFrom: now, LeaseFrom: now,
+		Created: now, TTLFrom: now, LeaseFrom: now, Origin: rq.origin, Fork: rq.fork,
 	}
 	if err := r.setSpec(rq.spec); err != nil {
 		e.ranges.Free(base)

@@ -86,8 +86,10 @@ type Config struct {
 	Dir      *datadir.Dir
 	Backends []backend.Backend
 	Layers   Layers
-	Rand     io.Reader
-	Log      *slog.Logger
+	// Packer makes snapshots; without it there are none.
+	Packer Packer
+	Rand   io.Reader
+	Log    *slog.Logger
 	// Version is shown in Probe.
 	Version string
 	// Limits: the zero value means admission.Defaults for the machine.
@@ -119,6 +121,8 @@ type Edge struct {
 	jobs      jobs
 	stops     stopMarks
 	squeezes  squeezes
+	snapshots calls[*snapped]
+	forks     calls[*harenav1.ForkResponse]
 	returning returning
 	backends  map[string]backend.Backend
 	versions  atomic.Int64

@@ -44,6 +44,12 @@ type Record struct {
 	Pause    *Pause `json:"pause,omitempty"`
 	OOMKills int64  `json:"oom_kills,omitempty"`
 	PidsHits int64  `json:"pids_hits,omitempty"`
+	// Origin is the sandbox that it was forked from, or the snapshot that it was made from.
+	Origin string `json:"origin,omitempty"`
+	// Fork is set for one that was forked.
+	Fork *ForkMark `json:"fork,omitempty"`
+	// Snapshot is the last one that was taken of it.
+	Snapshot *SnapshotMark `json:"snapshot,omitempty"`
 }
 
 // Layer is one layer of a sandbox, as asked and as found.
@@ -116,7 +122,7 @@ func (r *Record) view(edge sandbox.EdgeID) *harenav1.Sandbox {
 	s := &harenav1.Sandbox{
 		Id: string(r.ID()), State: string(r.State), Reason: string(r.Reason), Backend: r.Spec.GetBackend(), Image: r.Spec.GetImage(),
 		Labels: r.Spec.GetLabels(), Job: r.Spec.GetJob(), Project: r.Project, Created: timestamppb.New(r.Created), Spec: r.Spec,
-		Edge: string(edge), Message: r.Message, OomKills: r.OOMKills,
+		Edge: string(edge), Message: r.Message, OomKills: r.OOMKills, Origin: r.Origin,
 	}
 	if !r.Ended.IsZero() {
 		s.Ended = timestamppb.New(r.Ended)

@@ -94,6 +94,9 @@ func (e *Edge) recover(ctx context.Context) error {
 		})
 	}
 	wg.Wait()
+	if n := e.settleForks(boxes); n > 0 {
+		counts["half-forked"] = n
+	}
 	for _, name := range odd {
 		if err := e.trash.take(name); err != nil {
 			return err

@@ -58,6 +58,11 @@ func (e *Edge) stop(ctx context.Context, b *box, c stopCall) error {
 func (e *Edge) stopMade(b *box, c stopCall) error {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(e.ctx), patience+c.grace)
 	defer cancel()
+	b.stops.Add(1)
+	defer b.stops.Add(-1)
+	if interrupt := b.interrupt.Load(); interrupt != nil {
+		(*interrupt)(errInterrupted)
+	}
 	if err := b.takeSoon(ctx); err != nil {
 		return busy(b)
 	}

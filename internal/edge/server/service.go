@@ -67,13 +67,13 @@ func (s service) LeaseJob(ctx context.Context, req *connect.Request[harenav1.Lea
 }
 
 // Fork implements EdgeService.
-func (s service) Fork(context.Context, *connect.Request[harenav1.ForkRequest]) (*connect.Response[harenav1.ForkResponse], error) {
-	return nil, lifecycle.NotBuilt("fork")
+func (s service) Fork(ctx context.Context, req *connect.Request[harenav1.ForkRequest]) (*connect.Response[harenav1.ForkResponse], error) {
+	return answer(s.edge.Fork(ctx, req.Msg))
 }
 
 // Snapshot implements EdgeService.
-func (s service) Snapshot(context.Context, *connect.Request[harenav1.SnapshotRequest], *connect.ServerStream[harenav1.SnapshotResponse]) error {
-	return lifecycle.NotBuilt("snapshot")
+func (s service) Snapshot(ctx context.Context, req *connect.Request[harenav1.SnapshotRequest], stream *connect.ServerStream[harenav1.SnapshotResponse]) error {
+	return s.edge.Snapshot(ctx, req.Msg, stream.Send)
 }
 
 // SetNetwork implements EdgeService.

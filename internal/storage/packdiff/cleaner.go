@@ -1,6 +1,8 @@
 package packdiff
 
 import (
+	"maps"
+	"slices"
 	"strings"
 
 	"golang.org/x/sys/unix"
@@ -17,7 +19,7 @@ type Cleaner struct {
 	// Cleaned are the paths that were left out, in the order of the walk.
 	Cleaned List
 	// held are directories that are left out if nothing below them is packed.
-	held []string
+	held map[string]bool
 }
 
 type level struct {
@@ -30,7 +32,7 @@ func NewCleaner(rules *Rules) *Cleaner {
 	if rules == nil {
 		rules = &Rules{}
 	}
-	return &Cleaner{rules: rules, stack: []level{{place: rules.root()}}}
+	return &Cleaner{rules: rules, held: map[string]bool{}, stack: []level{{place: rules.root()}}}
 }
 
 // Choose is erofs.Options.Choose: directories come before what is in them.
@@ -50,11 +52,25 @@ func (c *Cleaner) Choose(path string, st *unix.Stat_t) erofs.Choice {
 	case !at.fate.clean || isWhiteout(st.Mode, uint64(st.Rdev)):
 		return erofs.Take
 	case isDir:
-		c.held = append(c.held, path)
+		c.held[path] = true
 		return erofs.TakeIfNotEmpty
 	}
 	c.Cleaned.Add(path)
 	return erofs.Drop
+}
+
+// settle lists directories that were left out and are not there below either. Of held, only those are left.
+func (c *Cleaner) settle(root *lowerDir) error {
+	for _, path := range slices.Sorted(maps.Keys(c.held)) {
+		there, err := root.isDir(parts(path))
+		if err != nil {
+			return err
+		}
+		if !there {
+			c.Cleaned.Add(path)
+		}
+	}
+	return nil
 }
 
 // isWhiteout tells whether a file says that a name of the layers below is gone (overlayfs.rst, "whiteouts and opaque directories").

@@ -1,0 +1,125 @@
+package lifecycle
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"path/filepath"
+	"time"
+
+	"github.com/harena-dev/harena/internal/errs"
+	"github.com/harena-dev/harena/internal/sandbox"
+)
+
+// maxFrozen bounds how long a sandbox stands still for a snapshot, whatever the size of its writable layer.
+const maxFrozen = 30 * time.Second
+
+var errInterrupted = errors.New("the sandbox is being stopped")
+
+// captured is a writable layer at one instant, on its way to become a layer.
+type captured struct {
+	Packing
+	frozen time.Duration
+}
+
+// capture takes what a sandbox's files are at one instant. The sandbox stands still meanwhile and goes on when this returns,
+// whatever the outcome; a stop interrupts it. Files change in a sandbox that is paused as little as in one that is frozen,
+// so one that was paused after Enter stays as it is.
+func (e *Edge) capture(ctx context.Context, b *box, o PackOptions, watch *stopwatch) (_ *captured, err error) {
+	if e.cfg.Packer == nil {
+		return nil, NotBuilt("taking snapshots")
+	}
+	r := b.record()
+	o.Sandbox, o.Layers = string(b.id), r.Layers
+	if r.Snapshot != nil {
+		o.Earlier = append(o.Earlier, r.Snapshot.Layer.Digest)
+	}
+	packing, err := e.cfg.Packer.Begin(ctx, o)
+	if err != nil {
+		return nil, err
+	}
+	defer func() {
+		if err != nil {
+			packing.Close()
+		}
+	}()
+	watch.lap("prepare")
+	if err := b.takeSoon(ctx); err != nil {
+		return nil, errs.E(errs.KindOf(err), "sandbox %s is busy: %w", b.id, err).On("sandbox %s", b.id).WithHint("try again")
+	}
+	defer b.give()
+	ctx, cancel := context.WithTimeoutCause(ctx, maxFrozen, errs.E(errs.Timeout,
+		"capturing the files of sandbox %s took more than %v, and it was thawed", b.id, maxFrozen).On("sandbox %s", b.id).
+		WithHint("remove what is large and not needed, or keep the node's data on a file system with reflinks (harena up --data-size)"))
+	defer cancel()
+	ctx, interrupt := context.WithCancelCause(ctx)
+	defer interrupt(nil)
+	b.interrupt.Store(&interrupt)
+	defer b.interrupt.Store(nil)
+	if b.stops.Load() > 0 {
+		return nil, e.interrupted(b)
+	}
+	watch.lap("turn")
+	c := &captured{Packing: packing}
+	err = e.whileFrozen(ctx, b, watch, &c.frozen, func() error {
+		return packing.Capture(ctx, filepath.Join(e.records.upper(b.id), "data"))
+	})
+	switch cause := context.Cause(ctx); {
+	case err == nil:
+		return c, nil
+	case errors.Is(cause, errInterrupted):
+		return nil, e.interrupted(b)
+	case cause != nil && errs.Is(cause, errs.Timeout):
+		return nil, cause
+	}
+	return nil, err
+}
+
+func (e *Edge) interrupted(b *box) error {
+	return errs.E(errs.Precondition, "sandbox %s was stopped while its files were captured", b.id).On("sandbox %s", b.id)
+}
+
+// whileFrozen calls f while nothing in the sandbox runs. b's turn is held.
+func (e *Edge) whileFrozen(ctx context.Context, b *box, watch *stopwatch, took *time.Duration, f func() error) (err error) {
+	r := b.record()
+	switch r.State {
+	case sandbox.Paused:
+		return f()
+	case sandbox.Running:
+	default:
+		return notRunning(r)
+	}
+	be, err := e.backend(r.Spec.GetBackend())
+	if err != nil {
+		return err
+	}
+	start := time.Now()
+	defer func() {
+		// Also after a failed freeze, which may have frozen some.
+		tctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), patience)
+		defer cancel()
+		terr := e.fault("snapshot.thaw")
+		if terr == nil {
+			terr = be.Thaw(tctx, b.id)
+		}
+		if terr != nil {
+			e.log.Error("a sandbox could not be thawed", "sandbox", b.id, "err", terr)
+			err = errors.Join(err, fmt.Errorf("thaw sandbox %s: %w", b.id, terr))
+		}
+		*took = time.Since(start)
+		watch.lap("thaw")
+	}()
+	if err := e.fault("snapshot.freeze"); err != nil {
+		return err
+	}
+	if err := be.Freeze(ctx, b.id); err != nil {
+		return err
+	}
+	watch.lap("freeze")
+	if err := e.fault("snapshot.capture"); err != nil {
+		return err
+	}
+	err = f()
+	watch.lap("capture")
+	return err
+}
