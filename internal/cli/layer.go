@@ -12,7 +12,7 @@ import (
 
 func (a *app) layerCommand() *cobra.Command {
 	cmd := &cobra.Command{Use: "layer", Short: "Manage layers", Args: cobra.NoArgs, RunE: func(c *cobra.Command, _ []string) error { return c.Help() }}
-	cmd.AddCommand(a.layerImport(), a.layerList(), a.layerShow(), a.layerTag(), a.layerRemove(), a.layerVerify(), a.layerGC())
+	cmd.AddCommand(a.layerImport(), a.layerList(), a.layerShow(), a.layerTag(), a.layerRemove(), a.layerVerify(), a.layerGC(), a.layerReach(), a.layerPush())
 	return cmd
 }
 
@@ -77,6 +77,9 @@ func (a *app) layerList() *cobra.Command {
 			}
 			var rows [][]string
 			for _, l := range list {
+				if l.GetProblem() != "" {
+					a.warn(strings.Join(l.GetNames(), ", ") + ": " + oneLine(printable(l.GetProblem())))
+				}
 				rows = append(rows, []string{
 					strings.Join(l.GetNames(), ","), l.GetKind(), short(l.GetDigest()), size(l.GetLogicalBytes()),
 					size(l.GetUniqueBytes() + l.GetMetadataBytes()), fmt.Sprint(l.GetFiles()), age(l.GetCreated()), l.GetSource(),
@@ -198,34 +201,6 @@ func (a *app) layerVerify() *cobra.Command {
 			return err
 		},
 	}
-}
-
-func (a *app) layerGC() *cobra.Command {
-	var dry bool
-	cmd := &cobra.Command{
-		Use: "gc", Short: "Free layers that no name and no sandbox reaches", Args: exactly(0, "flags only"),
-		RunE: func(cmd *cobra.Command, _ []string) error {
-			c, err := a.client()
-			if err != nil {
-				return err
-			}
-			res, err := c.CollectGarbage(cmd.Context(), dry)
-			if err != nil {
-				return err
-			}
-			if a.json {
-				return a.printMessage(res)
-			}
-			for _, d := range res.GetDigests() {
-				fmt.Fprintln(a.Stdout, d)
-			}
-			verb := map[bool]string{false: "freed", true: "would free"}[dry]
-			fmt.Fprintf(a.Stdout, "%s %d layers, %s\n", verb, len(res.GetDigests()), size(res.GetFreedBytes()))
-			return nil
-		},
-	}
-	cmd.Flags().BoolVar(&dry, "dry-run", false, "only tell what would go")
-	return cmd
 }
 
 // progress reports long work on standard error: one line that is written over on

@@ -280,12 +280,3 @@ func (c *Client) VerifyLayer(ctx context.Context, name string, progress func(don
 	}
 	return problems, nil
 }
-
-// CollectGarbage removes layers that no name reaches, or only tells which those are.
-func (c *Client) CollectGarbage(ctx context.Context, dryRun bool) (*harenav1.CollectGarbageResponse, error) {
-	res, err := c.layer.CollectGarbage(ctx, connect.NewRequest(&harenav1.CollectGarbageRequest{DryRun: dryRun}))
-	if err != nil {
-		return nil, err
-	}
-	return res.Msg, nil
-}

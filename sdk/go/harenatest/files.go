@@ -197,6 +197,10 @@ func (h *layers) Verify(_ context.Context, r *connect.Request[harenav1.VerifyLay
 	return out.Send(m)
 }
 
+func (h *layers) CollectGarbageProgress(_ context.Context, _ *connect.Request[harenav1.CollectGarbageRequest], out *connect.ServerStream[harenav1.CollectGarbageProgressResponse]) error {
+	return out.Send(&harenav1.CollectGarbageProgressResponse{Phase: "done", Digests: []string{"sha256:dead"}, FreedBytes: 2048})
+}
+
 func (h *layers) CollectGarbage(context.Context, *connect.Request[harenav1.CollectGarbageRequest]) (*connect.Response[harenav1.CollectGarbageResponse], error) {
 	return connect.NewResponse(&harenav1.CollectGarbageResponse{Digests: []string{"sha256:dead"}, FreedBytes: 2048}), nil
 }
