@@ -69,7 +69,10 @@ func prepareUpper(upper string, lowers []string, hostname string) error {
 	if !fresh {
 		return nil
 	}
-	return writeEtc(u, dirs, hostname)
+	if err := writeEtc(u, dirs, hostname); err != nil {
+		return err
+	}
+	return writeIdentities(u, dirs)
 }
 
 func writeEtc(u *os.File, lowers []*os.File, hostname string) error {
