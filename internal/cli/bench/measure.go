@@ -24,15 +24,20 @@ type Options struct {
 
 // measures are the benchmarks by name.
 var measures = map[string]func(context.Context, *runner) ([]Result, error){
-	"create":  create,
-	"exec":    execute,
-	"burst":   burst,
-	"density": density,
-	"layer":   layers,
+	"create":   create,
+	"exec":     execute,
+	"burst":    burst,
+	"density":  density,
+	"pause":    pause,
+	"layer":    layers,
+	"snapshot": snapshot,
+	"fork":     forks,
 }
 
 // Names lists the measures.
-func Names() []string { return []string{"create", "exec", "burst", "density", "layer"} }
+func Names() []string {
+	return []string{"create", "exec", "burst", "density", "pause", "layer", "snapshot", "fork"}
+}
 
 type runner struct {
 	client *harena.Client
@@ -46,12 +51,14 @@ func Run(ctx context.Context, client *harena.Client, name string, o Options) (*R
 		return nil, fmt.Errorf("no benchmark %q: use one of %s", name, strings.Join(Names(), ", "))
 	}
 	r := &runner{client: client, o: o}
-	if err := r.needImage(ctx); err != nil {
-		return nil, err
-	}
-	// The first sandbox pays for mounts that all later ones share; it is not a sample.
-	if err := r.once(ctx); err != nil {
-		return nil, err
+	if name != "layer" { // which has nodes and images of its own
+		if err := r.needImage(ctx); err != nil {
+			return nil, err
+		}
+		// The first sandbox pays for mounts that all later ones share; it is not a sample.
+		if err := r.once(ctx); err != nil {
+			return nil, err
+		}
 	}
 	results, err := measure(ctx, r)
 	if err != nil {

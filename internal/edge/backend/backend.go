@@ -90,12 +90,6 @@ type Reclaimed struct {
 	Anonymous int64 `json:"anonymous"`
 }
 
-// Prefetcher is what a backend may be beside: able to bring back ahead of need what a Reclaim swapped.
-type Prefetcher interface {
-	// Prefetch reads at most limit bytes of the sandbox's memory back from swap; it returns how many it asked for.
-	Prefetch(ctx context.Context, id sandbox.ID, limit int64) (int64, error)
-}
-
 // Leak is a resource that nobody owns.
 type Leak struct {
 	Kind string // process, cgroup, mount, directory, pool

@@ -285,7 +285,6 @@ func (e *Edge) resumeMade(b *box) error {
 		return errors.Join(err, e.commit(b, true, func(r *Record) error { return r.to(sandbox.Paused) }))
 	}
 	e.event("sandbox.resumed", b.record(), "", map[string]string{"paused_for": e.clock.Now().Sub(was.Pause.since()).String()})
-	e.prefetch(b, be)
 	return nil
 }
 
@@ -431,25 +430,6 @@ func (e *Edge) thawToEnd(ctx context.Context, b *box, was *Record) {
 	if err != nil {
 		e.log.Warn("a paused sandbox could not be thawed to end by itself; it is killed", "sandbox", b.id, "err", err)
 	}
-}
-
-// prefetchMost bounds what is read back ahead of need.
-const prefetchMost = 64 << 20
-
-// prefetch reads memory of a resumed sandbox back from swap, as far as it is likely to be needed at once, beside its own faults.
-func (e *Edge) prefetch(b *box, be backend.Backend) {
-	f, able := be.(backend.Prefetcher)
-	if !able || !e.begin() {
-		return
-	}
-	go func() {
-		defer e.work.Done()
-		ctx, cancel := context.WithTimeout(e.ctx, comebackTime)
-		defer cancel()
-		if n, err := f.Prefetch(ctx, b.id, prefetchMost); err != nil {
-			e.log.Debug("memory of a resumed sandbox was not read ahead", "sandbox", b.id, "bytes", n, "err", err)
-		}
-	}()
 }
 
 // SetNetwork is to replace the network policy of the selected sandboxes; each refuses for now, by itself.
