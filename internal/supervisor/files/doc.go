@@ -19,6 +19,7 @@
 //	write   Q → R | F;    then (D* E | A) → I | F
 //	tar in  Q → R | F;    then (D* E | A) → I | F
 //	tar out Q → R | F;    then D* E | F
+//	watch   Q → (P* E | F) or, asked by A, E; a part holds events, each after its length as a varint
 //	others  Q → P* I? E | F
 //
 // Q request, I file info, R ready, G go (a range), D data, P part of a listing, E

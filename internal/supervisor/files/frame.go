@@ -42,6 +42,7 @@ const (
 	opMakeDir op = 'k' // MakeDirRequest
 	opTarOut  op = 'o' // StatRequest
 	opTarIn   op = 'i' // StatRequest
+	opWatch   op = 'n' // WatchFilesRequest
 )
 
 func (t frameType) valid() bool {

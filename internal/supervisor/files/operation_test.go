@@ -21,6 +21,7 @@ import (
 // record gives a box a journal and a log, in dir, as each supervisor of a sandbox has.
 func (b *box) record(dir string) {
 	b.t.Helper()
+	must(b.t, b.svc.cfg.OpLog.Close())
 	var err error
 	if b.svc.cfg.Journal, err = journal.Open(filepath.Join(dir, "ops"), 0); err != nil {
 		b.t.Fatal(err)

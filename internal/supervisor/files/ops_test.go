@@ -502,8 +502,6 @@ func TestRequests(t *testing.T) {
 	wantKind(t, err, errs.Invalid, "")
 	_, err = b.svc.Write(b.ctx(), connect.NewRequest(&harenav1.WriteRequest{SandboxId: boxID, Path: "/x", OpId: "1"}))
 	wantKind(t, errs.FromConnect(err), errs.Unsupported, "op_id")
-	err = b.svc.Watch(b.ctx(), nil, nil)
-	wantKind(t, errs.FromConnect(err), errs.Unsupported, "watching")
 	_, err = b.svc.Write(b.ctx(), connect.NewRequest(&harenav1.WriteRequest{SandboxId: boxID, Path: "/x", Content: make([]byte, MaxContent+1)}))
 	wantKind(t, errs.FromConnect(err), errs.Invalid, "16777216")
 }

@@ -69,6 +69,7 @@ type Service struct {
 	operations operations
 	small      chan struct{}
 	transfers  chan struct{}
+	watches    chan struct{}
 	progress   time.Duration
 }
 
@@ -84,6 +85,7 @@ func New(cfg Config) *Service {
 		pool:      pool{starter: cfg.Starter, keep: idleFor, busy: make(map[*process]struct{})},
 		small:     make(chan struct{}, maxSmall),
 		transfers: make(chan struct{}, maxTransfers),
+		watches:   make(chan struct{}, maxWatches),
 		progress:  progressWithin,
 	}
 }
@@ -384,12 +386,6 @@ func (s *Service) MakeDir(ctx context.Context, req *connect.Request[harenav1.Mak
 		return &harenav1.MakeDirResponse{Info: info}, err
 	})
 	return answer(s, resp, err)
-}
-
-// Watch implements FileServiceHandler.
-func (s *Service) Watch(context.Context, *connect.Request[harenav1.WatchFilesRequest], *connect.ServerStream[harenav1.WatchFilesResponse]) error {
-	return s.refuse(errs.E(errs.Unsupported, "watching files is not supported yet").
-		WithHint("list the directory repeatedly, or run a tool such as inotifywait inside"))
 }
 
 // changing is a request that changes something.

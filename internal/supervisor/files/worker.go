@@ -20,8 +20,10 @@ const aliveEvery = time.Second
 // worker is the state of a worker process: it serves one operation at a time.
 type worker struct {
 	frames
-	root int // O_PATH descriptor of the sandbox's root
-	uid  int
+	// input is the descriptor that r reads.
+	input int32
+	root  int // O_PATH descriptor of the sandbox's root
+	uid   int
 	// linkable remembers per device whether files without a name can be made and
 	// later linked.
 	linkable  map[uint64]bool
@@ -46,6 +48,7 @@ func WorkerMain(in, out, root *os.File) int {
 		}
 	}
 	wk := newWorker(r, w, int(root.Fd()))
+	wk.input = int32(r)
 	end := wk.serve()
 	runtime.KeepAlive(in)
 	runtime.KeepAlive(out)
@@ -103,6 +106,8 @@ func (w *worker) handle(o op, body []byte) error {
 		return on(body, simple(w, w.move))
 	case opRemove:
 		return on(body, simple(w, w.remove))
+	case opWatch:
+		return on(body, w.serveWatch)
 	case opMakeDir:
 		return on(body, simple(w, w.makeDir))
 	}
