@@ -2,7 +2,6 @@ package erofs
 
 import (
 	"cmp"
-	"fmt"
 	"io"
 	"slices"
 
@@ -193,17 +192,6 @@ func (b *builder) copyIn(inodes []*inode, devices []int) error {
 			}
 		}
 		i.data = out
-	}
-	return nil
-}
-
-// checkExtent refuses what lies outside its blob.
-func (w *blobWriter) checkExtent(e extent) error {
-	if e.at == nullBlock || e.device == 0 {
-		return nil
-	}
-	if b := w.others[e.device-1]; int64(e.at)+int64(e.n) > b.Size/blockSize {
-		return fmt.Errorf("data blob %s: %w", b.Name, damaged("content lies outside it"))
 	}
 	return nil
 }
