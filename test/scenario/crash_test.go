@@ -127,16 +127,33 @@ func stopCrashed(t *testing.T) {
 }
 
 func TestSupervisorKilled(t *testing.T) {
-	own := needOwn(t)
+	needOwn(t)
 	b := create(t)
 	b.write("/tmp/state", []byte("kept"))
 	b.start(&harenav1.Command{Argv: []string{"sleep", "4712"}})
+	killSupervisor(t, b)
+	if out, err := exec.Command("pgrep", "-f", "^sleep 4712").Output(); err == nil {
+		t.Errorf("the workload lives on: %s", out)
+	}
+	same(t, "its files stay readable", b.read("/tmp/state"), []byte("kept"))
+	if _, err := b.try(within(t, time.Minute), &harenav1.Command{Shell: "true"}); kind(err) != "precondition" {
+		t.Errorf("exec in a failed sandbox: %v", err)
+	}
+	if err := stop(within(t, time.Minute), b.id); err != nil {
+		t.Error(explain(err))
+	}
+	doctor(t)
+}
+
+// killSupervisor ends a sandbox's supervisor as a fault of it would, and waits until that is known.
+func killSupervisor(t *testing.T, b *box) {
+	t.Helper()
 	killed := 0
 	procs, _ := filepath.Glob("/proc/[0-9]*")
 	for _, p := range procs {
 		exe, _ := os.Readlink(p + "/exe")
 		links, _ := filepath.Glob(p + "/fd/*")
-		if !strings.HasPrefix(exe, own.dir) {
+		if !strings.HasPrefix(exe, needOwn(t).dir) {
 			continue
 		}
 		for _, l := range links {
@@ -154,17 +171,6 @@ func TestSupervisorKilled(t *testing.T) {
 	if s := b.get(); s.GetReason() != "supervisor-lost" {
 		t.Errorf("reason %q", s.GetReason())
 	}
-	if out, err := exec.Command("pgrep", "-f", "^sleep 4712").Output(); err == nil {
-		t.Errorf("the workload lives on: %s", out)
-	}
-	same(t, "its files stay readable", b.read("/tmp/state"), []byte("kept"))
-	if _, err := b.try(within(t, time.Minute), &harenav1.Command{Shell: "true"}); kind(err) != "precondition" {
-		t.Errorf("exec in a failed sandbox: %v", err)
-	}
-	if err := stop(within(t, time.Minute), b.id); err != nil {
-		t.Error(explain(err))
-	}
-	doctor(t)
 }
 
 func TestTerminateLeavesSandboxesRunning(t *testing.T) {
