@@ -78,13 +78,13 @@ func TestRefusalsExplainThemselves(t *testing.T) {
 	}
 	// What a later version brings is refused with the reason.
 	b := create(t)
-	res, err := the.sandboxes.Pause(within(t, time.Minute), connect.NewRequest(&harenav1.PauseRequest{Selector: &harenav1.Selector{Ids: []string{b.id}}}))
+	res, err := the.sandboxes.SetNetwork(within(t, time.Minute), connect.NewRequest(&harenav1.SetNetworkRequest{Selector: &harenav1.Selector{Ids: []string{b.id}}}))
 	d := detail(err)
 	if err == nil && len(res.Msg.GetOutcomes()) == 1 {
 		d = res.Msg.GetOutcomes()[0].GetError()
 	}
 	if d.GetKind() != "unsupported" || d.GetHint() == "" {
-		t.Errorf("pause: %v, %v", res, err)
+		t.Errorf("network policy: %v, %v", res, err)
 	}
 }
 

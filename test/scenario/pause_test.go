@@ -1,0 +1,190 @@
+package scenario
+
+import (
+	"fmt"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"connectrpc.com/connect"
+	"google.golang.org/protobuf/types/known/durationpb"
+
+	harenav1 "github.com/harena-dev/harena/api/harena/v1"
+)
+
+func pauseAll(t *testing.T, sel *harenav1.Selector) []*harenav1.Outcome {
+	t.Helper()
+	res, err := the.sandboxes.Pause(within(t, 2*time.Minute), connect.NewRequest(&harenav1.PauseRequest{Selector: sel}))
+	if err != nil {
+		t.Fatal(explain(err))
+	}
+	return res.Msg.GetOutcomes()
+}
+
+func resumeAll(t *testing.T, sel *harenav1.Selector) []*harenav1.Outcome {
+	t.Helper()
+	res, err := the.sandboxes.Resume(within(t, 2*time.Minute), connect.NewRequest(&harenav1.ResumeRequest{Selector: sel}))
+	if err != nil {
+		t.Fatal(explain(err))
+	}
+	return res.Msg.GetOutcomes()
+}
+
+func (b *box) selector() *harenav1.Selector { return &harenav1.Selector{Ids: []string{b.id}} }
+
+func (b *box) pause() *harenav1.PauseReport {
+	b.t.Helper()
+	out := pauseAll(b.t, b.selector())
+	if len(out) != 1 || out[0].GetError() != nil || out[0].GetState() != "paused" {
+		b.t.Fatalf("pause: %v", out)
+	}
+	return out[0].GetPause()
+}
+
+func (b *box) is(state string) {
+	b.t.Helper()
+	if s := b.get(); s.GetState() != state || (s.GetPaused() != nil) != (state == "paused") {
+		b.t.Errorf("it is %s, paused %v; want %s", s.GetState(), s.GetPaused(), state)
+	}
+}
+
+// TestEverythingContinuesAfterAPause: an attached command, a pipe between processes and a timer stand still, and go on.
+func TestEverythingContinuesAfterAPause(t *testing.T) {
+	b := create(t)
+	id := b.start(&harenav1.Command{Shell: `mkfifo /tmp/p; (while read line; do echo "got $line"; done </tmp/p) &
+exec 9>/tmp/p; i=0; while [ ! -e /tmp/end ]; do i=$((i+1)); echo $i >&9; echo $i >/tmp/i; sleep 0.05; done; exec 9>&-; wait; echo end`})
+	count := func() string { return strings.TrimSpace(string(b.read("/tmp/i"))) }
+	eventually(t, "it counts", time.Minute, func() bool { return b.sh("cat /tmp/i").GetExitCode() == 0 })
+	done := make(chan output, 1)
+	go func() { done <- b.follow(&harenav1.ConnectRequest{CommandId: id}) }()
+	for range 3 {
+		b.pause()
+		b.is("paused")
+		if again := b.pause(); again == nil {
+			t.Error("a second pause has no report")
+		}
+		b.is("paused") // looking does not resume
+		before := count()
+		b.is("running") // a file call does
+		eventually(t, "it counts on", time.Minute, func() bool { return count() != before })
+	}
+	b.must(": > /tmp/end")
+	out := <-done
+	if out.GetExitCode() != 0 || !strings.HasSuffix(string(out.stdout), "end\n") {
+		t.Errorf("%v, output ends with %.80q", out.Result, tail(out.stdout, 80))
+	}
+	// Nothing was lost or repeated on the way.
+	for i, line := range strings.Split(strings.TrimSuffix(string(out.stdout), "\nend\n"), "\n") {
+		if line != fmt.Sprintf("got %d", i+1) {
+			t.Fatalf("line %d is %q", i+1, line)
+		}
+	}
+}
+
+func tail(b []byte, n int) []byte { return b[max(0, len(b)-n):] }
+
+// TestPauseGivesMemoryBack, as far as the node has swap; without, it says so.
+func TestPauseGivesMemoryBack(t *testing.T) {
+	b := create(t)
+	id := b.start(&harenav1.Command{Shell: `{ head -c 67108864 /dev/urandom; : > /tmp/full; while [ ! -e /tmp/go ]; do sleep 0.1; done; } | tail -c 67108864 | cksum`})
+	eventually(t, "it holds memory", 2*time.Minute, func() bool { return b.sh("test -e /tmp/full").GetExitCode() == 0 })
+	p := b.pause()
+	if p.GetMemoryBefore() < 64<<20 || p.GetFreezeTook() == nil || p.GetNodeAvailableAfter() == 0 {
+		t.Errorf("report %v", p)
+	}
+	if gone := p.GetMemoryBefore() - p.GetMemoryAfter(); gone < p.GetMemoryBefore()*9/10 && p.GetNote() == "" {
+		t.Errorf("%d bytes came back, and why not more is not said: %v", gone, p)
+	}
+	if shown := b.get().GetPause(); shown.GetMemoryBefore() != p.GetMemoryBefore() {
+		t.Errorf("shown %v, was %v", shown, p)
+	}
+	b.must(": > /tmp/go")
+	if out := b.follow(&harenav1.ConnectRequest{CommandId: id}); out.GetExitCode() != 0 || !strings.HasSuffix(string(out.stdout), " 67108864\n") {
+		t.Errorf("%v %q", out.Result, out.stdout)
+	}
+}
+
+func TestTimeoutsRestWhilePaused(t *testing.T) {
+	b := create(t)
+	id := b.start(&harenav1.Command{Shell: "sleep 2; echo done", Timeout: durationpb.New(6 * time.Second)})
+	b.pause()
+	time.Sleep(7 * time.Second)
+	b.is("paused")
+	if out := b.follow(&harenav1.ConnectRequest{CommandId: id}); out.GetTimedOut() || string(out.stdout) != "done\n" {
+		t.Errorf("%v %q", out.Result, out.stdout)
+	}
+}
+
+func TestPauseWhenIdle(t *testing.T) {
+	b := create(t, func(s *harenav1.SandboxSpec) {
+		s.Lifetime = &harenav1.Lifetime{Idle: durationpb.New(2 * time.Second), OnIdle: "pause"}
+	})
+	id := b.start(&harenav1.Command{Shell: "sleep 5; echo done"})
+	time.Sleep(4 * time.Second)
+	b.is("running") // a command runs
+	eventually(t, "paused", time.Minute, func() bool { return b.get().GetState() == "paused" })
+	if r := b.get().GetReason(); r != "idle" {
+		t.Errorf("reason %q", r)
+	}
+	if out := b.follow(&harenav1.ConnectRequest{CommandId: id}); string(out.stdout) != "done\n" {
+		t.Errorf("%q", out.stdout)
+	}
+	b.is("running")
+}
+
+// TestPausedOutlivesKilledServer: also when the server is killed on the way there.
+func TestPausedOutlivesKilledServer(t *testing.T) {
+	own := needOwn(t)
+	b, other := create(t), create(t)
+	b.pause()
+	wait := make(chan struct{})
+	go func() {
+		defer close(wait)
+		_, _ = the.sandboxes.Pause(within(t, time.Minute), connect.NewRequest(&harenav1.PauseRequest{Selector: other.selector()}))
+	}()
+	own.kill()
+	if err := own.start(); err != nil {
+		t.Fatal(err)
+	}
+	<-wait
+	b.is("paused")
+	if s := other.get().GetState(); s != "paused" && s != "running" {
+		t.Errorf("the other is %s", s)
+	}
+	b.must("true")
+	other.must("true")
+	doctor(t)
+}
+
+// TestPauseCycles pauses and resumes under load of calls, and leaves nothing.
+func TestPauseCycles(t *testing.T) {
+	boxes := []*box{create(t), create(t), create(t)}
+	var wg sync.WaitGroup
+	for _, b := range boxes {
+		wg.Go(func() {
+			for i := range count(10, 1000) / 3 {
+				wg.Go(func() {
+					out, err := b.try(within(t, 2*time.Minute), &harenav1.Command{Shell: fmt.Sprintf("echo %d", i)})
+					if err != nil || string(out.stdout) != fmt.Sprintf("%d\n", i) {
+						t.Errorf("exec %d: %q, %v", i, out.stdout, err)
+					}
+				})
+				for _, o := range append(pauseAll(t, b.selector()), resumeAll(t, b.selector())...) {
+					if o.GetError() != nil {
+						t.Errorf("cycle %d: %v", i, o)
+					}
+				}
+			}
+		})
+	}
+	wg.Wait()
+	for _, b := range boxes {
+		b.must("true")
+		b.pause()
+		if err := stop(within(t, time.Minute), b.id); err != nil {
+			t.Error(explain(err))
+		}
+	}
+	doctor(t)
+}
