@@ -43,7 +43,7 @@ func openShared(ctx context.Context, c storeConfig, dir *datadir.Dir, log *slog.
 	}
 	s := &shared{}
 	s.option = layer.WithShared(store, layer.SharedOptions{
-		Node: string(dir.Edge()), Direct: direct,
+		Node: string(dir.Edge()), URL: plainURL, Direct: direct,
 		Event: func(kind, message string) { s.happen.add(happening{kind: kind, message: message}) },
 	})
 	if direct != "" {

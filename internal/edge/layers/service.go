@@ -33,7 +33,7 @@ type Config struct {
 	Event func(kind, message string, attrs map[string]string)
 	// Sandboxes lists the sandboxes of a project that have not been forgotten; nil: there are none.
 	Sandboxes func(project string) ([]*harenav1.Sandbox, error)
-	Log   *slog.Logger
+	Log       *slog.Logger
 }
 
 // Service implements harenav1connect.LayerServiceHandler.

@@ -91,6 +91,11 @@ func (s *Store) collectGarbage(ctx context.Context, o GCOptions) (*GCPlan, error
 		return nil, err
 	}
 	slices.Sort(g.plan.Layers)
+	if s.remote != nil && !o.DryRun {
+		if err := s.remote.unuse(ctx, g.plan.Layers); err != nil {
+			g.problem("the shared store still counts what was removed here as in use: %v", err)
+		}
+	}
 	return g.plan, nil
 }
 

@@ -54,6 +54,9 @@ func (r *sharedStore) publish(ctx context.Context, s *Store, l Layer, report *re
 		}
 	}
 	what := fmt.Sprintf("store layer %s", l.Digest)
+	if err := r.confirm(ctx, s); err != nil {
+		return r.failed(what, err)
+	}
 	// First of all, so that a collection on another node keeps what is found.
 	if err := r.putBytes(ctx, r.useName(l.Digest), nil); err != nil {
 		return r.failed(what, err)
@@ -173,6 +176,9 @@ func (r *sharedStore) syncNames(ctx context.Context, s *Store, project string) e
 		}
 		return nil
 	})
+	if err == nil {
+		err = r.confirm(ctx, s)
+	}
 	if err != nil {
 		return r.failed("list names", err)
 	}
@@ -185,7 +191,7 @@ func (r *sharedStore) syncNames(ctx context.Context, s *Store, project string) e
 		gate <- struct{}{}
 		wg.Go(func() {
 			defer func() { <-gate }()
-			d, err := r.readTag(ctx, ref)
+			d, err := r.readTag(ctx, s, ref)
 			if err == nil {
 				if before, berr := s.readTagFile(sharedTree, ref); berr != nil || before != d {
 					err = s.writeTag(sharedTree, ref, d)

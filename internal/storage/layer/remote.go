@@ -10,6 +10,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -41,6 +42,9 @@ const (
 	// refreshTime bounds a look at all names of a project.
 	refreshTime = 30 * time.Second
 
+	// helloEvery is how often a node says that it is there, at most.
+	helloEvery = 24 * time.Hour
+
 	maxManifest = 4 << 20
 	maxTagFile  = 256
 	maxRecent   = 16384
@@ -50,6 +54,8 @@ const (
 type SharedOptions struct {
 	// Node is the node's name in the store.
 	Node string
+	// URL tells one store from another.
+	URL string
 	// Direct is the directory that the store is, when data blobs are to be kept there
 	// as they are and mounted from there. Empty: they are compressed, and read through Blobs.
 	Direct string
@@ -128,7 +134,7 @@ func (r *sharedStore) failed(what string, err error) error {
 		r.o.Event("store.outage", fmt.Sprintf("the shared store cannot be used: %v", err))
 	}
 	var e *errs.Error
-	if errors.As(err, &e) && e.Kind != errs.Internal && e.Hint != "" {
+	if errors.As(err, &e) && (e.Kind != errs.Internal || strings.Contains(e.Message, "shared store")) && e.Hint != "" {
 		return fmt.Errorf("%s: %w", what, err)
 	}
 	return errs.E(errs.Precondition, "%s: the shared store cannot be used: %w", what, err).
@@ -163,6 +169,9 @@ func (r *sharedStore) fetchManifest(ctx context.Context, s *Store, d Digest) (La
 	}
 	b, err := blob.ReadAll(ctx, r.store, manifestName(d), maxManifest)
 	if errs.Is(err, errs.NotFound) {
+		if err := r.confirm(ctx, s); err != nil {
+			return Layer{}, r.failed(fmt.Sprintf("find layer %s", d), err)
+		}
 		r.worked()
 		r.mu.Lock()
 		defer r.mu.Unlock()
@@ -210,7 +219,7 @@ func (r *sharedStore) lookUp(ctx context.Context, s *Store, ref Ref) (Digest, er
 		ask, cancel = context.WithTimeout(ctx, hurry)
 		defer cancel()
 	}
-	d, err := r.readTag(ask, ref)
+	d, err := r.readTag(ask, s, ref)
 	switch {
 	case err == nil:
 		if d != before {
@@ -231,9 +240,12 @@ func (r *sharedStore) lookUp(ctx context.Context, s *Store, ref Ref) (Digest, er
 }
 
 // readTag asks the store what a name points at.
-func (r *sharedStore) readTag(ctx context.Context, ref Ref) (Digest, error) {
+func (r *sharedStore) readTag(ctx context.Context, s *Store, ref Ref) (Digest, error) {
 	b, err := blob.ReadAll(ctx, r.store, tagName(ref), maxTagFile)
 	if errs.Is(err, errs.NotFound) {
+		if err := r.confirm(ctx, s); err != nil {
+			return "", r.failed("look up "+ref.String(), err)
+		}
 		r.worked()
 		r.recent(ref, "")
 		return "", noSuchLayer(ref.String())
@@ -300,6 +312,25 @@ func (r *sharedStore) use(ctx context.Context, d Digest) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.used[d] = true
+	return nil
+}
+
+// unuse ends what use began, for layers that this node has no more.
+func (r *sharedStore) unuse(ctx context.Context, layers []Digest) error {
+	r.mu.Lock()
+	for _, d := range layers {
+		delete(r.used, d)
+	}
+	r.mu.Unlock()
+	for step := range slices.Chunk(layers, deleteStep) {
+		names := make([]string, len(step))
+		for i, d := range step {
+			names[i] = r.useName(d)
+		}
+		if err := r.store.Delete(ctx, names...); err != nil {
+			return err
+		}
+	}
 	return nil
 }
 
@@ -380,9 +411,25 @@ func (o *remoteObject) Close() error {
 	return nil
 }
 
-// hello says that the node is there; uses of nodes that are not heard of for long do not count.
-func (r *sharedStore) hello(ctx context.Context) error {
-	return r.store.Put(ctx, r.nodeName(), strings.NewReader(time.Now().UTC().Format(time.RFC3339)+"\n"))
+// confirm makes sure that what says "there is no such thing" is the store, and not
+// the empty directory on which it should be mounted: it must have what this
+// node once left there. Each time it finds that, the node is heard of again.
+func (r *sharedStore) confirm(ctx context.Context, s *Store) error {
+	id := digestOf([]byte(r.o.URL)).Hex()[:16]
+	marker := filepath.Join(s.dir, "shared", "greeted-"+id)
+	if _, err := os.Lstat(marker); err == nil {
+		info, err := r.store.Stat(ctx, r.nodeName())
+		if errs.Is(err, errs.NotFound) {
+			return r.failed("look into the shared store", errs.E(errs.Internal, "it has lost what this node left there: is it mounted?"))
+		}
+		if err != nil || time.Since(info.Modified) < helloEvery {
+			return err
+		}
+	}
+	if err := r.store.Put(ctx, r.nodeName(), strings.NewReader(time.Now().UTC().Format(time.RFC3339)+"\n")); err != nil {
+		return err
+	}
+	return writeFile(s.tmp(), marker, []byte(r.o.URL+"\n"))
 }
 
 // CheckShared asks the shared store for something; nil without one, or when it answers.
@@ -392,7 +439,7 @@ func (s *Store) CheckShared(ctx context.Context) error {
 	}
 	ctx, cancel := context.WithTimeout(ctx, hurry)
 	defer cancel()
-	if err := s.remote.hello(ctx); err != nil {
+	if err := s.remote.confirm(ctx, s); err != nil {
 		return s.remote.failed("ask the shared store", err)
 	}
 	s.remote.worked()
@@ -409,7 +456,7 @@ func decodeHex(s string) (Digest, bool) {
 	return Digest(digestPrefix + s), true
 }
 
-// copyInto reads from r as it is sent, and reports.
+// reported is r, with its progress reported.
 func reported(r io.Reader, report *reporter, total int64) io.Reader {
 	if report == nil {
 		return r

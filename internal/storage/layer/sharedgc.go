@@ -73,6 +73,9 @@ type sharedGC struct {
 }
 
 func (g *sharedGC) run(ctx context.Context) error {
+	if err := g.r.confirm(ctx, g.s); err != nil {
+		return err
+	}
 	if err := g.markNames(ctx); err != nil {
 		return err
 	}

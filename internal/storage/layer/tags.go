@@ -154,7 +154,7 @@ func (s *Store) Remove(ctx context.Context, project, name string) (Digest, error
 	case s.remote == nil || !errs.Is(err, errs.NotFound):
 		return "", err
 	}
-	if d, err = s.remote.readTag(ctx, r); err != nil {
+	if d, err = s.remote.readTag(ctx, s, r); err != nil {
 		return "", err
 	}
 	if err := s.remote.removeTag(ctx, r); err != nil {
