@@ -34,7 +34,7 @@ func (s *stream) advance(first, last, frames, frameSize int, now uint64) (from, 
 	from = max(s.ahead, s.next)
 	to = min(s.next+window, frames)
 	// In portions: requests for single frames would spend their time on latency.
-	if to-from < (window+1)/2 {
+	if from >= to || to < frames && to-from < (window+1)/2 {
 		return 0, 0
 	}
 	s.ahead = to
