@@ -87,7 +87,7 @@ func tail(b []byte, n int) []byte { return b[max(0, len(b)-n):] }
 // TestPauseGivesMemoryBack, as far as the node has swap; without, it says so.
 func TestPauseGivesMemoryBack(t *testing.T) {
 	b := create(t)
-	id := b.start(&harenav1.Command{Shell: `{ head -c 67108864 /dev/urandom; : > /tmp/full; while [ ! -e /tmp/go ]; do sleep 0.1; done; } | tail -c 67108864 | cksum`})
+	id := b.start(&harenav1.Command{Shell: `{ head -c 67108864 /dev/urandom; : > /tmp/full; while [ ! -e /tmp/go ]; do sleep 0.1; done; } | tail -c 67108864 | wc -c`})
 	eventually(t, "it holds memory", 2*time.Minute, func() bool { return b.sh("test -e /tmp/full").GetExitCode() == 0 })
 	p := b.pause()
 	if p.GetMemoryBefore() < 64<<20 || p.GetFreezeTook() == nil || p.GetNodeAvailableAfter() == 0 {
@@ -100,7 +100,7 @@ func TestPauseGivesMemoryBack(t *testing.T) {
 		t.Errorf("shown %v, was %v", shown, p)
 	}
 	b.must(": > /tmp/go")
-	if out := b.follow(&harenav1.ConnectRequest{CommandId: id}); out.GetExitCode() != 0 || !strings.HasSuffix(string(out.stdout), " 67108864\n") {
+	if out := b.follow(&harenav1.ConnectRequest{CommandId: id}); out.GetExitCode() != 0 || strings.TrimSpace(string(out.stdout)) != "67108864" {
 		t.Errorf("%v %q", out.Result, out.stdout)
 	}
 }
