@@ -21,7 +21,7 @@ func TestStream(t *testing.T) {
 	var s stream
 	fetched := 0
 	for i := range frames {
-		from, to := s.advance(i, i, frames, size, uint64(i+1))
+		from, to := s.advance(i, frames, size, uint64(i+1))
 		if from < to {
 			if from < fetched {
 				t.Fatalf("frame %d fetched twice", from)
@@ -38,7 +38,7 @@ func TestStream(t *testing.T) {
 	var streams [8]stream
 	for i, f := range []int{5, 900, 17, 600, 300, 44, 821, 123, 777} {
 		st := pick(streams[:], f, 2)
-		if from, to := st.advance(f, f, frames, size, uint64(i+1)); from != to {
+		if from, to := st.advance(f, frames, size, uint64(i+1)); from != to {
 			t.Errorf("a random read of frame %d fetches %d to %d", f, from, to)
 		}
 	}

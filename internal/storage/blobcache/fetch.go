@@ -53,7 +53,7 @@ func (e *entry) touch(_ context.Context, x *blob.Index, first, last int) bool {
 	}
 	slack := 2 * (last - first + 1)
 	s := pick(e.streams[:], first, slack)
-	from, to := s.advance(first, last, x.Frames(), x.FrameSize(), now)
+	from, to := s.advance(last, x.Frames(), x.FrameSize(), now)
 	records := e.records
 	e.mu.Unlock()
 	for _, r := range records {

@@ -16,11 +16,11 @@ type stream struct {
 	used  uint64 // when; 0: free
 }
 
-// advance notes a read of frames first to last, and returns the frames [from, to) to fetch ahead.
+// advance notes a read of frames up to last, and returns the frames [from, to) to fetch ahead.
 //
 // What is fetched ahead in vain is bounded by a third of what the reader has read, so that many short runs cost little; a long one soon has
 // the whole window.
-func (s *stream) advance(first, last, frames, frameSize int, now uint64) (from, to int) {
+func (s *stream) advance(last, frames, frameSize int, now uint64) (from, to int) {
 	s.used = now
 	if last+1 <= s.next { // within the frame that was read before
 		return 0, 0

@@ -27,8 +27,6 @@ const (
 	notifyResend = 7
 
 	rootID = 1
-	// resentBit marks a request that is sent a second time, after notifyResend.
-	resentBit = 1 << 63
 )
 
 const (
