@@ -75,6 +75,10 @@ func openNode(ctx context.Context, c nodeConfig) (_ *node, err error) {
 	if err != nil {
 		return nil, err
 	}
+	// So that the store knows the node, and the node the store. An outage does not keep it from starting: doctor tells.
+	if err := store.CheckShared(ctx); err != nil {
+		c.log.Warn("the shared store does not answer", "error", err)
+	}
 	if n.mounts, err = layer.OpenMounts(ctx, store, layer.DefaultIdleMounts, n.shared.blobs()); err != nil {
 		return nil, err
 	}

@@ -427,6 +427,9 @@ func (r *sharedStore) confirm(ctx context.Context, s *Store) error {
 		}
 	}
 	if err := r.store.Put(ctx, r.nodeName(), strings.NewReader(time.Now().UTC().Format(time.RFC3339)+"\n")); err != nil {
+		if errs.Is(err, errs.NotFound) { // the store itself is not there
+			return errs.E(errs.Internal, "nothing can be written to it: %v", err)
+		}
 		return err
 	}
 	return writeFile(s.tmp(), marker, []byte(r.o.URL+"\n"))
