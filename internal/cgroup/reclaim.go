@@ -163,7 +163,10 @@ func pressed(ctx context.Context, name, value string) error {
 		// Between the result and the end of the thread's goroutine the signal does no harm either.
 		_ = unix.Tgkill(unix.Getpid(), tid, unix.SIGURG)
 		select {
-		case <-result:
+		case err := <-result:
+			if err == nil {
+				return nil // in the last moment
+			}
 			return unix.EINTR
 		case <-time.After(5 * time.Millisecond):
 		}

@@ -60,6 +60,31 @@ func freezeThaw(t *testing.T, h Harness) {
 	thaw(t, b, c.ID)
 }
 
+// reclaim: memory of a frozen sandbox can be taken back, for any time, and it goes on afterwards.
+func reclaim(t *testing.T, h Harness) {
+	b := open(t, h)
+	c := create(t, b, h)
+	freeze(t, b, c.ID)
+	for _, d := range []time.Duration{0, time.Millisecond, patience} {
+		ctx, cancel := context.WithTimeout(t.Context(), d)
+		r, err := b.Reclaim(ctx, c.ID)
+		cancel()
+		if errs.Is(err, errs.Unsupported) {
+			break
+		}
+		if err != nil || r.Before < 0 || r.After < 0 || r.Swapped < 0 || r.CacheDropped < 0 || r.Anonymous < 0 {
+			t.Errorf("reclaim within %v: %+v, %v", d, r, err)
+		}
+		expectFrozen(t, b, c.ID, true)
+	}
+	thaw(t, b, c.ID)
+	expectAlive(t, b, c.ID)
+	destroy(t, b, c.ID)
+	if _, err := b.Reclaim(t.Context(), c.ID); !errs.Is(err, errs.NotFound) && !errs.Is(err, errs.Unsupported) {
+		t.Errorf("reclaim of a destroyed sandbox: %v, want not-found", err)
+	}
+}
+
 // freezeEnds: a frozen sandbox can be ended, and ends by itself, as one that runs.
 func freezeEnds(t *testing.T, h Harness) {
 	b := open(t, h)

@@ -55,6 +55,7 @@ func Run(t *testing.T, h Harness) {
 		{"Usage", usage},
 		{"FreezeThaw", freezeThaw},
 		{"FreezeEnds", freezeEnds},
+		{"Reclaim", reclaim},
 		{"FreezeOutlivesServer", freezeOutlivesServer},
 		{"FreezeCancelled", freezeCancelled},
 		{"Concurrent", concurrent},
