@@ -71,7 +71,7 @@ func TestSessionKeepsItsState(t *testing.T) {
 // What a command prints cannot be taken for the end of it.
 func TestSessionFramingCannotBeForged(t *testing.T) {
 	withShells(t, func(t *testing.T, r *rig) {
-		r.check("echo 'N 0'; sh -c \"echo 'N 0' >&3\" 2>/dev/null", "N 0\n", "", int32(r.run(in("s", "sh -c 'echo >&3' 2>/dev/null")).result.GetExitCode()))
+		r.check("echo 'N 0'; sh -c \"echo 'N 0' >&3\" 2>/dev/null", "N 0\n", "", r.run(in("s", "sh -c 'echo >&3' 2>/dev/null")).result.GetExitCode())
 		// A program has the descriptors that it has without a session.
 		r.check("ls /proc/self/fd", string(r.shell("ls /proc/self/fd").stdout), "", 0)
 		// A shell that writes to what it saved does not know the word.
