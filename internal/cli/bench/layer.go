@@ -158,9 +158,10 @@ func (b *layerBench) touch(ctx context.Context, n *benchNode, digest string) err
 		return err
 	}
 	p := pages{filepath.Join(n.data, "mounts", strings.TrimPrefix(digest, "sha256:"))}
-	if err := p.readAhead(0); err != nil {
-		return fmt.Errorf("switch read-ahead off: %w", err)
-	}
+	return withoutReadAhead(func() error { return b.touchPages(ctx, n, p) })
+}
+
+func (b *layerBench) touchPages(ctx context.Context, n *benchNode, p pages) error {
 	for _, job := range []string{"echo", "python", "cc"} {
 		if err := p.drop(); err != nil {
 			return err

@@ -152,13 +152,24 @@ func randomTar(file, name string, size int64) error {
 // pages looks at the page cache of all regular files below dir.
 type pages struct{ dir string }
 
-// readAhead sets how much the kernel reads beyond what was asked for, on the mounted file system, in KiB.
-func (p pages) readAhead(kib int) error {
-	var s unix.Stat_t
-	if err := unix.Stat(p.dir, &s); err != nil {
-		return err
+// withoutReadAhead calls f while the kernel reads no more of EROFS file systems than it is asked for. Their devices in
+// /sys/class/bdi are numbered in the order of mounts, so that which is whose cannot be told: it is done to all.
+func withoutReadAhead(f func() error) error {
+	all, err := filepath.Glob("/sys/class/bdi/erofs-*/read_ahead_kb")
+	if err != nil || len(all) == 0 {
+		return errors.Join(err, errors.New("this kernel has no read-ahead of EROFS to switch off"))
 	}
-	return os.WriteFile(fmt.Sprintf("/sys/class/bdi/%d:%d/read_ahead_kb", unix.Major(s.Dev), unix.Minor(s.Dev)), fmt.Append(nil, kib), 0)
+	for _, file := range all {
+		before, err := os.ReadFile(file)
+		if err != nil {
+			continue // unmounted meanwhile
+		}
+		if err := os.WriteFile(file, []byte("0"), 0); err != nil {
+			continue
+		}
+		defer func() { _ = os.WriteFile(file, before, 0) }()
+	}
+	return f()
 }
 
 // drop forgets what is cached.
