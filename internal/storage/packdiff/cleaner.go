@@ -49,7 +49,7 @@ func (c *Cleaner) Choose(path string, st *unix.Stat_t) erofs.Choice {
 	switch {
 	case written[path] && !isDir:
 		return erofs.Drop
-	case !at.fate.clean || isWhiteout(st.Mode, uint64(st.Rdev)):
+	case !at.fate.clean || isWhiteout(st.Mode, st.Rdev):
 		return erofs.Take
 	case isDir:
 		c.held[path] = true

@@ -155,7 +155,7 @@ func (x *examiner) visit(path string, e *erofs.Entry) error {
 		}
 		x.frames = append(x.frames, sub)
 	}
-	if isWhiteout(e.Mode, uint64(unix.Mkdev(e.Major, e.Minor))) {
+	if isWhiteout(e.Mode, unix.Mkdev(e.Major, e.Minor)) {
 		return x.gone(f.lower, name, path)
 	}
 	changed := false

@@ -65,7 +65,7 @@ func (d *lowerDir) lookup(name string) (*found, error) {
 			continue
 		case err != nil:
 			return nil, fmt.Errorf("look into a layer: %w", err)
-		case isWhiteout(st.Mode, uint64(st.Rdev)):
+		case isWhiteout(st.Mode, st.Rdev):
 			return nil, nil
 		}
 		return &found{st, i}, nil
@@ -87,7 +87,7 @@ func (d *lowerDir) enter(name string) (_ *lowerDir, err error) {
 	for _, f := range d.layers {
 		var st unix.Stat_t
 		err := unix.Fstatat(int(f.Fd()), name, &st, unix.AT_SYMLINK_NOFOLLOW)
-		if err == unix.ENOENT {
+		if errors.Is(err, unix.ENOENT) {
 			continue
 		}
 		if err != nil {

@@ -67,7 +67,7 @@ func (q *quality) look(ctx context.Context, path string, e *erofs.Entry, was *fo
 		q.owners[e.UID] = path
 	}
 	// A sticky directory such as /tmp is meant to be writable; links have no mode of their own.
-	if e.Mode&0o002 != 0 && kind != unix.S_IFLNK && !(kind == unix.S_IFDIR && e.Mode&unix.S_ISVTX != 0) {
+	if e.Mode&0o002 != 0 && kind != unix.S_IFLNK && (kind != unix.S_IFDIR || e.Mode&unix.S_ISVTX == 0) {
 		q.out.add(FindWritable, path, "mode %04o", e.Mode&0o7777)
 	}
 	if kind != unix.S_IFREG {
