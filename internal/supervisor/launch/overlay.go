@@ -40,7 +40,7 @@ func overlay(lowers []string, upper, work string, userns *os.File, idBase int) (
 	}
 	m, err := mountOverlay(l, l.byDescriptor, func(create func() error) error { return asOwner(idBase, create) }, keep)
 	// Descriptors are taken since Linux 6.13, those of detached mounts since 6.15.
-	if errors.Is(err, unix.EINVAL) {
+	if errors.Is(err, unix.EINVAL) || errors.Is(err, unix.EBADF) {
 		m, err = mountAttached(l, idBase, keep)
 	}
 	if err != nil {

@@ -31,7 +31,13 @@ func NewImage() (*Image, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &Image{f}, nil
+	defer f.Close() //nolint:errcheck // duplicated
+	// A child executes it by its number, after numbers up to 4 have become the child's own files.
+	fd, err := unix.FcntlInt(f.Fd(), unix.F_DUPFD_CLOEXEC, 5)
+	if err != nil {
+		return nil, os.NewSyscallError("fcntl", err)
+	}
+	return &Image{os.NewFile(uintptr(fd), f.Name())}, nil
 }
 
 // Close releases the memfd. Zygotes go on.

@@ -41,6 +41,18 @@ func startZygote(t *testing.T) (*Zygote, context.Context) {
 	return z, ctx
 }
 
+// What a child gets as files 0 to 4 would take the image's place before it is executed.
+func TestImageIsAboveTheChildsFiles(t *testing.T) {
+	image, err := NewImage()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer image.Close()
+	if fd := image.f.Fd(); fd <= 4 {
+		t.Errorf("the image is descriptor %d", fd)
+	}
+}
+
 func TestRun(t *testing.T) {
 	z, ctx := startZygote(t)
 	dir := t.TempDir()
