@@ -86,7 +86,7 @@ func prepare(ctx context.Context, dir string, k kernel, b base, accel accelerati
 // writeSteps writes what init runs.
 func writeSteps(dir, mark string, slow int, steps []step) error {
 	var list strings.Builder
-	fmt.Fprintf(&list, "mark=%s\nexport HARENA_TEST_SLOW=%d\n", mark, slow)
+	fmt.Fprintf(&list, "mark=%s\nexport HARENA_TEST_SLOW=%d HARENA_TEST_DATA=/var/tmp/data\n", mark, slow)
 	for i, s := range steps {
 		file := fmt.Sprintf("steps/%d", i)
 		fmt.Fprintf(&list, "step %s %s %d %s\n", s.name, s.dir, int(s.limit.Seconds()), file)
