@@ -90,7 +90,7 @@ func TestExitStatus(t *testing.T) {
 		"session":          {[]string{"exec", "--session", "s", f.sandbox, "--", "x"}, 125, "", "harena: sessions are not built yet (leave the session out)\n"},
 		"size":             {[]string{"create", "--image", "x", "--memory", "lots"}, 125, "", "harena: invalid argument \"lots\" for \"--memory\" flag: \"lots\" is not a size; use a number of bytes, or with a unit such as 512m or 2GiB\n"},
 		"number":           {[]string{"create", "--image", "x", "--cpu", "\x1b[31m"}, 125, "", "harena: invalid argument \"\\x1b[31m\" for \"--cpu\" flag: it is not a number, or too large\n"},
-		"later":            {[]string{"pause", "--job", "x"}, 125, "", "harena: harena pause is not supported (pausing is not built yet)\n"},
+		"later":            {[]string{"verify", "x"}, 125, "", "harena: harena verify is not supported (verification is not built yet)\n"},
 		"later, deep":      {[]string{"events", "verify", "--sandbox", "x"}, 125, "", "harena: harena events verify is not supported (hash-chained logs are not built yet)\n"},
 		"stop":             {[]string{"stop", f.sandbox, "nope"}, 125, f.sandbox + "\n", "harena: sandbox nope does not exist\n"},
 		"stop nothing":     {[]string{"stop"}, 125, "", "harena: no sandbox was selected (give IDs, --job or --label)\n"},
