@@ -85,7 +85,7 @@ func TestLink(t *testing.T) {
 
 func TestTreeIsATar(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "tree.tar")
-	if err := writeTree(t.Context(), file, 5<<20); err != nil {
+	if err := writeTree(t.Context(), file, 12<<20); err != nil {
 		t.Fatal(err)
 	}
 	for i := range 2 {
@@ -116,10 +116,10 @@ func TestTreeIsATar(t *testing.T) {
 		content += n
 		names[h.Name] = true
 	}
-	if content > 7<<20 || content < 3<<20 {
+	if content > 14<<20 || content < 8<<20 {
 		t.Errorf("%d bytes of content", content)
 	}
-	for _, want := range []string{"etc/passwd", "tmp/", "unique-0", "unique-1"} {
+	for _, want := range []string{"etc/passwd", "usr/bin/sh", "tmp/", "unique-0", "unique-1"} {
 		if !names[want] {
 			t.Errorf("%s is missing", want)
 		}

@@ -24,7 +24,18 @@ const treeLimit = 1500 << 20
 
 // treeRoots are what it is made of, most useful first; firmware, kernels and debug symbols are of no use in a container.
 func treeRoots() []string {
-	roots := []string{"bin", "sbin", "lib", "lib64", "etc/passwd", "etc/group", "etc/ld.so.cache", "etc/ld.so.conf", "etc/alternatives", "usr/bin"}
+	roots := []string{"bin", "sbin", "lib", "lib64", "etc/passwd", "etc/group", "etc/ld.so.cache", "etc/ld.so.conf", "etc/alternatives", "usr/lib64"}
+	// What the jobs of small trees need.
+	for _, name := range []string{"sh", "dash", "bash", "ls", "tar", "gzip", "wc", "cat", "echo"} {
+		roots = append(roots, "usr/bin/"+name)
+	}
+	for _, name := range []string{"ld-linux*", "libc.so*", "libm.so*", "libselinux*", "libacl*", "libpcre2-8*", "libtinfo*"} {
+		found, _ := filepath.Glob("/usr/lib/*-linux-gnu/" + name)
+		for _, f := range found {
+			roots = append(roots, f[1:])
+		}
+	}
+	roots = append(roots, "usr/bin")
 	libs, _ := filepath.Glob("/usr/lib/*")
 	sort.Slice(libs, func(i, j int) bool { return treeRank(libs[i]) < treeRank(libs[j]) })
 	for _, lib := range libs {
@@ -34,7 +45,7 @@ func treeRoots() []string {
 			roots = append(roots, lib[1:])
 		}
 	}
-	return append(roots, "usr/lib64", "usr/include", "usr/share/perl", "usr/share/zoneinfo")
+	return append(roots, "usr/include", "usr/share/perl", "usr/share/zoneinfo")
 }
 
 func treeRank(lib string) string {
@@ -61,6 +72,7 @@ func writeTree(ctx context.Context, file string, limit int64) error {
 			return err
 		}
 	}
+	seen := map[string]bool{}
 	for _, root := range treeRoots() {
 		err := filepath.WalkDir("/"+root, func(path string, e fs.DirEntry, err error) error {
 			if errors.Is(err, fs.ErrNotExist) || errors.Is(err, fs.ErrPermission) {
@@ -69,6 +81,10 @@ func writeTree(ctx context.Context, file string, limit int64) error {
 			if err := errors.Join(err, ctx.Err()); err != nil {
 				return err
 			}
+			if seen[path] {
+				return nil
+			}
+			seen[path] = true
 			return addToTree(w, path, e, &limit)
 		})
 		if err != nil {
