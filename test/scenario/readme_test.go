@@ -15,6 +15,7 @@ func TestReadme(t *testing.T) {
 	}
 	wants := map[string][]string{
 		"cli": {"0\n", "out\n", "err\n", "exit status 3", "42\n", "begun\n", "exit status 124", "hello\n", "running", "sandbox.created", "clean"},
+		"life": {"42\n", "sha256:", "stored of", "\n/srv\n", "[s] python3 answer.py", "answer:1"},
 		"api": {`"running"`, `"sandboxes"`},
 	}
 	if len(blocks) != len(wants) {
