@@ -26,7 +26,7 @@ func neighbour(t *testing.T) func() {
 func TestMemoryHog(t *testing.T) {
 	check := neighbour(t)
 	b := create(t, func(s *harenav1.SandboxSpec) { s.Limits = &harenav1.Limits{Memory: 128 << 20} })
-	out := b.run(&harenav1.Command{Argv: []string{"/usr/bin/python3", "-c", "x = []\nwhile True: x.append(bytearray(1 << 20))"}, Timeout: seconds(60)})
+	out := b.run(&harenav1.Command{Argv: []string{"/usr/bin/python3", "-c", "x = []\nwhile True: x.append(bytearray(1 << 20))"}, Timeout: patience(60)})
 	if out.GetExitCode() == 0 || out.GetTimedOut() {
 		t.Errorf("the hog ended with %v", out.Result)
 	}
@@ -69,7 +69,7 @@ n = 0
 try:
     while True: os.open("/dev/null", os.O_RDONLY); n += 1
 except OSError as e: print(n, e.errno)
-`}, Timeout: seconds(60)})
+`}, Timeout: patience(60)})
 	if f := strings.Fields(string(out.stdout)); len(f) != 2 || f[1] != "24" {
 		t.Errorf("descriptors: %q %q", out.stdout, out.stderr)
 	}

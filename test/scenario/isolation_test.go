@@ -36,7 +36,7 @@ func attacker(t *testing.T) *box {
 // only process of Harena's that it can see.
 func TestNothingOfHarenasCanBeReached(t *testing.T) {
 	b := attacker(t)
-	out := b.run(&harenav1.Command{Argv: []string{"/opt/attack", "process", "1"}, Timeout: seconds(30)})
+	out := b.run(&harenav1.Command{Argv: []string{"/opt/attack", "process", "1"}, Timeout: patience(30)})
 	if out.GetExitCode() != 0 {
 		t.Errorf("PID 1 can be reached:\n%s%s", out.stdout, out.stderr)
 	}
@@ -53,9 +53,9 @@ func TestNothingOfHarenasCanBeReached(t *testing.T) {
 // A child of ours is catchable between its fork and its exec: nothing may come of it.
 func TestStartingCommandsCannotBeTaken(t *testing.T) {
 	b := attacker(t)
-	hunt := b.start(&harenav1.Command{Argv: []string{"/opt/attack", "hunt", strconv.Itoa(count(4, 40))}, Timeout: seconds(120)})
+	hunt := b.start(&harenav1.Command{Argv: []string{"/opt/attack", "hunt", strconv.Itoa(count(4, 40))}, Timeout: patience(120)})
 	for range count(300, 3000) {
-		if _, err := b.try(within(t, time.Minute), &harenav1.Command{Argv: []string{"/bin/true"}, Timeout: seconds(20)}); err != nil {
+		if _, err := b.try(within(t, time.Minute), &harenav1.Command{Argv: []string{"/bin/true"}, Timeout: patience(20)}); err != nil {
 			t.Fatalf("an exec during the hunt: %v", explain(err))
 		}
 	}
@@ -64,7 +64,7 @@ func TestStartingCommandsCannotBeTaken(t *testing.T) {
 		t.Errorf("the hunter got something: %s", out.stdout)
 	}
 	// A hunter that stops what it sees delays its victim at most: others go on, and nothing of ours is wedged.
-	stopper := b.start(&harenav1.Command{Argv: []string{"/opt/attack", "stop", "3"}, Timeout: seconds(60)})
+	stopper := b.start(&harenav1.Command{Argv: []string{"/opt/attack", "stop", "3"}, Timeout: patience(60)})
 	for range 50 {
 		_, _ = b.try(within(t, time.Minute), &harenav1.Command{Argv: []string{"/bin/true"}, Timeout: seconds(2)})
 	}
@@ -74,7 +74,7 @@ func TestStartingCommandsCannotBeTaken(t *testing.T) {
 
 func TestKernelInterfacesAreClosed(t *testing.T) {
 	b := attacker(t)
-	out := b.run(&harenav1.Command{Argv: []string{"/opt/attack", "kernel"}, Timeout: seconds(30)})
+	out := b.run(&harenav1.Command{Argv: []string{"/opt/attack", "kernel"}, Timeout: patience(30)})
 	if out.GetExitCode() != 0 {
 		t.Errorf("open interfaces:\n%s", out.stdout)
 	}

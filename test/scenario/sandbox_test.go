@@ -236,6 +236,11 @@ func seconds(n float64) *durationpb.Duration {
 	return durationpb.New(time.Duration(n * float64(time.Second)))
 }
 
+// patience is seconds that only a hang exceeds, on a machine that may be slow.
+func patience(n int) *durationpb.Duration {
+	return durationpb.New(slowly(time.Duration(n) * time.Second))
+}
+
 // eventually waits for something that the system does by itself.
 func eventually(t *testing.T, what string, limit time.Duration, ok func() bool) {
 	t.Helper()

@@ -26,7 +26,7 @@ var suites = []struct {
 	{"internal/edge/backend/container", 3 * time.Minute, ""},
 	{"internal/storage/layer", 3 * time.Minute, ""},
 	{"internal/storage/erofs", 2 * time.Minute, ""},
-	{"test/scenario", 6 * time.Minute, "^(TestCreateGetListStop|TestStreamsAreKeptApart|TestTimeoutKillsTheWholeTree|TestTerminal|TestFileNames|TestMemoryHog|TestSandboxesDoNotShare)$"},
+	{"test/scenario", 6 * time.Minute, "^(TestCreateGetListStop|TestStreamsAreKeptApart|TestTimeoutKillsTheWholeTree|TestTerminal|TestFileNames|TestSandboxesDoNotShare)$"},
 }
 
 // kernelScript shows that the machine is what it is meant to be.
