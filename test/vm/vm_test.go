@@ -3,6 +3,7 @@
 //
 //	HARENA_VM_CACHE   where (default ~/.cache/harena/vm): the kernel's package and a node with one base layer
 //	HARENA_VM_RUN     a regular expression: only these steps
+//	HARENA_VM_SCRIPT  shell text to run in the machine, in place of all steps: for a look around
 //	HARENA_VM_FORM    long: all scenarios and all packages that work on the kernel; default short; set by make soak
 //	HARENA_VM_KEEP    a directory that gets the kernel's log
 //

@@ -12,6 +12,10 @@ mount --make-rshared /
 ln -sf /proc/self/fd /dev/fd
 ip link set lo up
 hostname second-kernel
+# Swap, in compressed memory: what pausing gives memory back to.
+modprobe zram
+echo 1G >/sys/block/zram0/disksize
+mkswap -q /dev/zram0 && swapon /dev/zram0
 printf '127.0.0.1 localhost second-kernel\n' >/etc/hosts
 # What goes to the port comes out of QEMU.
 exec >"$(echo /dev/vport*p1)" 2>&1
