@@ -7,6 +7,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"time"
 
 	"github.com/harena-dev/harena/internal/edge/lifecycle"
@@ -28,7 +29,28 @@ type Packer struct {
 	Store  *layer.Store
 	Mounts Mounts
 	Now    func() time.Time
+	held   memory
 }
+
+// What all snapshots together, and one of them, may hold in memory of what their sandboxes wrote.
+const (
+	maxHeld    = 256 << 20
+	maxHeldOne = 64 << 20
+)
+
+// memory gives out what of maxHeld is left.
+type memory struct{ used atomic.Int64 }
+
+func (m *memory) take() int64 {
+	n := int64(maxHeldOne)
+	if over := m.used.Add(n) - maxHeld; over > 0 {
+		m.used.Add(-min(over, n))
+		n -= min(over, n)
+	}
+	return n
+}
+
+func (m *memory) give(n int64) { m.used.Add(-n) }
 
 var _ lifecycle.Packer = (*Packer)(nil)
 
@@ -41,33 +63,43 @@ func (p *Packer) Begin(ctx context.Context, o lifecycle.PackOptions) (lifecycle.
 			return nil, err
 		}
 	}
-	so := layer.SnapshotOptions{Project: o.Project, Name: o.Name, Source: "sandbox:" + o.Sandbox}
+	k := &packing{p: p, o: o, cleaner: packdiff.NewCleaner(rules), hold: p.held.take()}
+	so := layer.SnapshotOptions{Project: o.Project, Name: o.Name, Source: "sandbox:" + o.Sandbox, Hold: k.hold}
+	if o.Clean {
+		so.Rules, so.Choose = rules.Name(), k.cleaner.Choose
+	}
+	if err := p.begin(ctx, k, so); err != nil {
+		k.Close()
+		return nil, err
+	}
+	return k, nil
+}
+
+func (p *Packer) begin(ctx context.Context, k *packing, so layer.SnapshotOptions) error {
+	o := k.o
 	for _, l := range o.Layers {
 		d, err := layer.ParseDigest(l.Digest)
 		if err != nil {
-			return nil, err
+			return err
 		}
 		so.Parents = append(so.Parents, d)
 	}
 	if err := p.inherit(&so); err != nil {
-		return nil, err
+		return err
 	}
 	for _, s := range o.Earlier {
 		d, err := layer.ParseDigest(s)
 		if err != nil {
-			return nil, err
+			return err
 		}
 		so.Earlier = append(so.Earlier, d)
 	}
-	draft, err := p.Store.NewDraft(so)
-	if err != nil {
-		return nil, err
+	k.below = so.Parents[:len(so.Parents)-so.Merge]
+	var err error
+	if k.draft, err = p.Store.NewDraft(so); err != nil {
+		return err
 	}
-	if err := draft.Prepare(ctx); err != nil {
-		draft.Close()
-		return nil, err
-	}
-	return &packing{p: p, o: o, below: so.Parents[:len(so.Parents)-so.Merge], draft: draft, cleaner: packdiff.NewCleaner(rules)}, nil
+	return k.draft.Prepare(ctx)
 }
 
 // maxStacked is how many snapshots may lie on each other: the next one takes the place of all of them, which copies names and
@@ -75,7 +107,8 @@ func (p *Packer) Begin(ctx context.Context, o lifecycle.PackOptions) (lifecycle.
 const maxStacked = 4
 
 // inherit decides how many snapshots below are merged, and takes over the config of the image that the sandbox was made from: the
-// uppermost snapshot, else the uppermost base.
+// uppermost snapshot, else the uppermost base. A snapshot that is cleaned lies on such only that were cleaned by the same
+// rules: others, and what lies on them, become a part of it, and are cleaned with it.
 func (p *Packer) inherit(so *layer.SnapshotOptions) error {
 	stacked := 0
 	for _, d := range slices.Backward(so.Parents) {
@@ -87,6 +120,9 @@ func (p *Packer) inherit(so *layer.SnapshotOptions) error {
 			break
 		}
 		stacked++
+		if so.Rules != "" && l.Cleaned != so.Rules {
+			so.Merge = stacked
+		}
 	}
 	if stacked >= maxStacked {
 		so.Merge = stacked
@@ -112,26 +148,43 @@ type packing struct {
 	below   []layer.Digest // what the layer will lie on
 	draft   *layer.Draft
 	cleaner *packdiff.Cleaner
+	hold    int64
 }
 
 // Close implements lifecycle.Packing.
-func (k *packing) Close() { k.draft.Close() }
+func (k *packing) Close() {
+	if k.draft != nil {
+		k.draft.Close()
+	}
+	k.p.held.give(k.hold)
+	k.hold = 0
+}
 
 // Capture implements lifecycle.Packing.
 func (k *packing) Capture(ctx context.Context, upper string) error {
-	return k.draft.Write(ctx, upper, erofs.Options{Choose: k.cleaner.Choose})
+	return k.draft.Read(ctx, upper, erofs.Options{Choose: k.cleaner.Choose})
 }
 
 // Finish implements lifecycle.Packing.
 func (k *packing) Finish(ctx context.Context, pin func(lifecycle.Layer) error) (*lifecycle.Packed, error) {
+	if err := k.draft.Write(ctx); err != nil {
+		return nil, err
+	}
 	out := &lifecycle.Packed{Warnings: quoteWarnings(k.draft.Result().Warnings)}
+	sealed := make(chan error, 1)
+	go func() { sealed <- k.draft.Seal(ctx) }() // the disk and the processors work side by side
+	var err error
 	if k.o.Examine {
-		if err := k.examine(ctx, out); err != nil {
-			return nil, err
-		}
-		if k.o.Strict && len(out.Findings) > 0 {
-			return out, refused(out.Findings)
-		}
+		err = k.examine(ctx, out)
+	}
+	if serr := <-sealed; err == nil {
+		err = serr
+	}
+	if err != nil {
+		return nil, err
+	}
+	if k.o.Strict && len(out.Findings) > 0 {
+		return out, refused(out.Findings)
 	}
 	l, err := k.draft.Publish(ctx, func(l layer.Layer) error {
 		if pin == nil {

@@ -21,11 +21,13 @@ type Blob struct {
 	// Index is its chunk index. Without one no content is found in it.
 	Index *Index
 	// Data is its content. It is read only where content has to be copied: when an
-	// image would have more than MaxDevices others, or MinUsed says so. May be nil.
+	// image would have more than MaxDevices others, or MinUsed or Copy say so. May be nil.
 	Data io.ReaderAt
 	// MinUsed, where Data is set, is how many of its bytes must be of use for the
 	// image to refer to it; less is copied. For blobs that only this would keep.
 	MinUsed int64
+	// Copy has the content copied in any case: the image is not to refer to the blob.
+	Copy bool
 }
 
 func (b *Blob) check() error {
@@ -85,7 +87,7 @@ func (b *builder) settle(inodes []*inode) (extra []*Blob, used []int64, err erro
 	for d := 1; d <= len(w.others); d++ {
 		switch o := w.others[d-1]; {
 		case bytes[d] == 0:
-		case o.Data != nil && bytes[d] < o.MinUsed:
+		case o.Copy, o.Data != nil && bytes[d] < o.MinUsed:
 			doomed = append(doomed, d)
 		default:
 			kept = append(kept, d)

@@ -36,24 +36,55 @@ func FromDir(ctx context.Context, dir string, meta, blob *os.File, o Options) (*
 
 // FromDirFile is FromDir of an open directory, whose position is at its start.
 func FromDirFile(ctx context.Context, dir *os.File, meta, blob *os.File, o Options) (*Result, error) {
+	t, err := ReadTree(ctx, dir, meta, blob, o)
+	if err != nil {
+		return nil, err
+	}
+	return t.Write(ctx)
+}
+
+// Tree is a directory that was read, on its way to become an image: it is at hand, in memory and in the files of the image,
+// and the directory is not needed any more. It is written once.
+type Tree struct {
+	d    *dirBuilder
+	root *inode
+}
+
+// ReadTree reads the tree below dir for an image in meta and blob; see FromDir. Options.Hold makes it quick.
+func ReadTree(ctx context.Context, dir, meta, blob *os.File, o Options) (*Tree, error) {
 	b, err := newBuilder(ctx, meta, blob, o)
 	if err != nil {
 		return nil, err
 	}
-	if err := b.readTree(dir, b.root); err != nil {
-		return nil, err
-	}
-	return b.finish()
+	t := &Tree{d: newDirBuilder(b), root: &inode{mode: modeDir | 0o755, dir: &directory{}}}
+	return t, t.d.readTree(dir, t.root)
 }
 
-// readTree makes root of the directory dir with all in it.
-func (b *builder) readTree(dir *os.File, root *inode) error {
+// Write writes the image.
+func (t *Tree) Write(ctx context.Context) (*Result, error) {
+	t.d.ctx = ctx
+	if err := t.d.drain(); err != nil {
+		return nil, err
+	}
+	t.d.root = t.root
+	return t.d.finish()
+}
+
+func newDirBuilder(b *builder) *dirBuilder {
 	d := &dirBuilder{
 		builder: b,
 		links:   make(map[fileID]*inode),
 		list:    make([]byte, 1<<16), // XATTR_LIST_MAX
 		value:   make([]byte, 1<<16), // XATTR_SIZE_MAX
 	}
+	if b.o.Hold.Memory > 0 {
+		d.hold = newHeld(b.o.Hold)
+	}
+	return d
+}
+
+// readTree makes root of the directory dir with all in it.
+func (d *dirBuilder) readTree(dir *os.File, root *inode) error {
 	var st unix.Stat_t
 	if err := unix.Fstat(int(dir.Fd()), &st); err != nil {
 		return readDirError(err, dir.Name())
@@ -71,6 +102,7 @@ type dirBuilder struct {
 	links       map[fileID]*inode // files with more than one link
 	list, value []byte
 	buf         []byte
+	hold        *held // nil: content is stored as it is read
 }
 
 // walk adds what is in the directory f, which is ino.

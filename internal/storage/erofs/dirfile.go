@@ -39,11 +39,8 @@ func (d *dirBuilder) addRegular(fd int, ino *inode, st *unix.Stat_t, path string
 // content reads at most what the file's size was when it was looked at. A file
 // that shrank meanwhile ends where reading it ended.
 func (d *dirBuilder) content(in int, ino *inode, st *unix.Stat_t, path string) error {
-	if n := readBuffer(st.Size); len(d.buf) < n {
-		d.buf = make([]byte, n)
-	}
 	granule := int64(blockSize) << granuleBits(st.Size)
-	whole := int64(len(d.buf)) / granule * granule
+	whole := int64(readBuffer(st.Size)) / granule * granule
 	size, pos := st.Size, int64(0)
 	sparse := st.Blocks*512 < st.Size
 	dataEnd := size
@@ -52,7 +49,7 @@ func (d *dirBuilder) content(in int, ino *inode, st *unix.Stat_t, path string) e
 			var skip int64
 			skip, dataEnd, sparse = nextData(in, pos, size, granule)
 			if skip > 0 {
-				ino.data = ino.data.add(place{at: nullBlock}, uint32(alignUp(skip, blockSize)/blockSize))
+				d.hole(ino, uint32(alignUp(skip, blockSize)/blockSize))
 				pos += skip
 				if err := d.advance(skip); err != nil {
 					return err
@@ -63,16 +60,23 @@ func (d *dirBuilder) content(in int, ino *inode, st *unix.Stat_t, path string) e
 				continue
 			}
 		}
-		want := min(whole, size-pos)
+		want := size - pos
 		if sparse {
 			want = min(want, alignUp(dataEnd-pos, granule))
 		}
-		n, err := preadFull(in, d.buf[:want], pos)
-		if err != nil {
-			return readDirError(err, path)
+		if h := d.hold; h.clone(in, pos, want) {
+			h.queue = append(h.queue, heldRun{ino: ino, granule: int(granule), at: h.end, n: want})
+			h.end += alignUp(want, blockSize)
+			pos += want
+			if err := d.advance(want); err != nil {
+				return err
+			}
+			continue
 		}
-		if ino.data, err = d.blob.store(ino.data, d.buf[:n], int(granule)); err != nil {
-			return err
+		want = min(whole, want)
+		n, err := d.piece(in, ino, pos, int(want), int(granule))
+		if err != nil {
+			return fmt.Errorf("%s: %w", quote(path), err)
 		}
 		pos += int64(n)
 		if err := d.advance(int64(n)); err != nil {
@@ -84,6 +88,49 @@ func (d *dirBuilder) content(in int, ino *inode, st *unix.Stat_t, path string) e
 	}
 	ino.size = pos
 	return nil
+}
+
+func (d *dirBuilder) hole(ino *inode, blocks uint32) {
+	if h := d.hold; h != nil {
+		h.queue = append(h.queue, heldRun{ino: ino, hole: blocks})
+		return
+	}
+	ino.data = ino.data.add(place{at: nullBlock}, blocks)
+}
+
+// piece reads want bytes at pos, or less at the end of the file, and holds or stores them.
+func (d *dirBuilder) piece(in int, ino *inode, pos int64, want, granule int) (int, error) {
+	h := d.hold
+	p := h.room(want)
+	if h != nil && p == nil {
+		if err := d.drain(); err != nil {
+			return 0, err
+		}
+		p = h.room(want)
+	}
+	if p != nil {
+		n, err := preadFull(in, p, pos)
+		if err == nil {
+			h.queue = append(h.queue, heldRun{ino: ino, granule: granule, data: p[:n]})
+		}
+		return n, err
+	}
+	if h != nil { // more than may be held at all
+		if err := d.drain(); err != nil {
+			return 0, err
+		}
+	}
+	if room := int(alignUp(int64(want), blockSize)); len(d.buf) < room {
+		d.buf = make([]byte, room)
+	}
+	n, err := preadFull(in, d.buf[:want], pos)
+	if err != nil {
+		return n, err
+	}
+	if ino.data, err = d.blob.store(ino.data, d.buf[:n], granule); err != nil {
+		return n, err
+	}
+	return n, nil
 }
 
 // nextData looks for data from pos on, a multiple of the granule: it returns the

@@ -7,6 +7,8 @@ import (
 	"slices"
 	"strings"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/harena-dev/harena/internal/errs"
 )
 
@@ -15,6 +17,9 @@ import (
 type Stacked struct {
 	Image *Image
 	Blobs []*Blob
+	// Choose, if set, is Options.Choose for the names of the image; of st, only Mode and Rdev are set. Directories are not
+	// dropped.
+	Choose func(path string, st *unix.Stat_t) Choice
 }
 
 // Merge writes one image in the place of a stack of images, lowest first, and of
@@ -37,33 +42,50 @@ type Stacked struct {
 //     a device is refused; overlays mounted with redirect_dir=nofollow have none.
 func Merge(ctx context.Context, below []*Image, stack []Stacked, upper, meta, blob *os.File, o Options) (*Result, error) {
 	o.KeepTrusted = true // opaque directories are what merging is about
+	if upper != nil {
+		t, err := ReadTree(ctx, upper, meta, blob, o)
+		if err != nil {
+			return nil, err
+		}
+		return t.WriteMerged(ctx, below, stack)
+	}
 	b, err := newBuilder(ctx, meta, blob, o)
 	if err != nil {
 		return nil, err
 	}
-	var top *inode
-	add := func(tree *inode) {
-		if top != nil {
-			joinTrees(top, tree)
-		}
-		top = tree
+	return b.merge(below, stack, nil)
+}
+
+// WriteMerged writes one image in the place of a stack and of the tree on top of it; see Merge. The tree was read with
+// Options.KeepTrusted.
+func (t *Tree) WriteMerged(ctx context.Context, below []*Image, stack []Stacked) (*Result, error) {
+	t.d.ctx = ctx
+	if err := t.d.drain(); err != nil {
+		return nil, err
 	}
+	if err := takeMarks(t.root, ""); err != nil {
+		return nil, err
+	}
+	return t.d.merge(below, stack, t.root)
+}
+
+func (b *builder) merge(below []*Image, stack []Stacked, upper *inode) (*Result, error) {
+	var top *inode
 	for _, s := range stack {
 		tree, err := b.loadTree(s)
 		if err != nil {
 			return nil, err
 		}
-		add(tree)
+		if top != nil {
+			joinTrees(top, tree)
+		}
+		top = tree
+	}
+	if top != nil && upper != nil {
+		joinTrees(top, upper)
 	}
 	if upper != nil {
-		tree := &inode{mode: modeDir | 0o755, dir: &directory{}}
-		if err := b.readTree(upper, tree); err != nil {
-			return nil, err
-		}
-		if err := takeMarks(tree, ""); err != nil {
-			return nil, err
-		}
-		add(tree)
+		top = upper
 	}
 	if top == nil {
 		return nil, errs.E(errs.Invalid, "there is nothing to merge")
@@ -100,7 +122,7 @@ func (b *builder) loadTree(s Stacked) (*inode, error) {
 		devices = append(devices, n)
 	}
 	t := &treeLoader{
-		builder: b, devices: devices, dirs: make(map[string]*inode), links: make(map[uint64]*inode),
+		builder: b, devices: devices, choose: s.Choose, dirs: make(map[string]*inode), links: make(map[uint64]*inode),
 		budget: int64(s.Image.super.blocks) * (blockSize / chunkIndexSize),
 	}
 	if err := s.Image.Walk(t.add); err != nil {
@@ -112,6 +134,7 @@ func (b *builder) loadTree(s Stacked) (*inode, error) {
 type treeLoader struct {
 	*builder
 	devices []uint16 // by slot
+	choose  func(path string, st *unix.Stat_t) Choice
 	root    *inode
 	dirs    map[string]*inode
 	links   map[uint64]*inode
@@ -122,6 +145,13 @@ type treeLoader struct {
 func (t *treeLoader) add(path string, e *Entry) error {
 	if err := t.ctx.Err(); err != nil {
 		return err
+	}
+	choice := Take
+	if t.choose != nil && path != "." {
+		choice = t.choose(path, &unix.Stat_t{Mode: e.Mode, Rdev: unix.Mkdev(e.Major, e.Minor)})
+		if choice == Drop && e.Mode&modeFmt != modeDir {
+			return nil
+		}
 	}
 	ino := t.links[e.NID]
 	if ino == nil {
@@ -140,6 +170,7 @@ func (t *treeLoader) add(path string, e *Entry) error {
 	}
 	if ino.dir != nil {
 		t.dirs[path] = ino
+		ino.dir.spare = choice != Take
 	} else {
 		t.links[e.NID] = ino
 	}
@@ -304,6 +335,9 @@ func prune(ino *inode, under []*belowDir) error {
 			}
 			if err := prune(child, sub); err != nil {
 				return err
+			}
+			if child.dir.spare && len(child.dir.names) == 0 && !child.dir.opaque {
+				delete(ino.dir.names, name)
 			}
 		}
 	}

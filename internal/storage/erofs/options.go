@@ -50,6 +50,8 @@ type Options struct {
 	// referred to instead of stored, the first that has it wins. Those that are
 	// referred to become extra devices of the image; see Result.Extra.
 	Parents []*Blob
+	// Hold is what may be kept of the content of a directory until the image is written; by default it is stored as it is read.
+	Hold Hold
 	// Index, if set, gets the chunk index of the blob that is written.
 	Index io.Writer
 	// Progress, if set, is told the bytes of file content read so far, holes

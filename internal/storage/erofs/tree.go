@@ -32,6 +32,7 @@ type directory struct {
 	names map[string]*inode
 
 	opaque bool                // overlay: hides what is below
+	spare  bool                // left out if nothing is in it
 	hides  map[string]struct{} // names that an archive removes from the layers below
 
 	entries []dirent // set by collectLayout, which drops names

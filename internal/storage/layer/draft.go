@@ -2,10 +2,13 @@ package layer
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"os"
 	"slices"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/harena-dev/harena/internal/errs"
 	"github.com/harena-dev/harena/internal/storage/erofs"
@@ -21,20 +24,30 @@ type SnapshotOptions struct {
 	// Earlier are other layers whose content is not stored again, such as earlier snapshots; those that are gone are left out.
 	Earlier []Digest
 	// Merge is how many of the topmost parents become a part of the snapshot, which then lies upon the others.
-	Merge  int
+	Merge int
+	// Rules, if not empty, says by what rules the snapshot is cleaned. Layers cleaned by other rules, or by none, may have
+	// what these would clean: their blobs are then neither named nor looked into, unless the layers stay parents.
+	Rules string
+	// Choose is asked about the names of merged parents, as erofs.Options.Choose is about those of the directory.
+	Choose func(path string, st *unix.Stat_t) erofs.Choice
+	// Hold is how many bytes of content may be held in memory, so that Write is quick.
+	Hold   int64
 	Source string
 	Config ImageConfig
 }
 
-// Draft is a layer in the making. Write fills it from a directory, which may have to stand still meanwhile; everything
-// else needs the directory no more. It is not visible before Publish, and Close removes what was not published.
+// Draft is a layer in the making. Read reads a directory, which may have to stand still meanwhile; everything
+// else needs the directory no more: Write, Image and Seal, in any order or at once, Publish. It is not visible before Publish, and Close removes what was not published.
 type Draft struct {
 	store  *Store
 	ref    Ref
 	named  bool
 	o      SnapshotOptions
 	g      *staged
+	tree   *erofs.Tree
 	result *erofs.Result
+	clones *os.File // what Read cloned; nil: nothing
+	sealed bool
 	// earlier is how many of the open layers come before the parents.
 	earlier int
 }
@@ -60,9 +73,14 @@ func (s *Store) NewDraft(o SnapshotOptions) (_ *Draft, err error) {
 func (x *Draft) Dir() string { return x.g.dir }
 
 // Close removes what was not published.
-func (x *Draft) Close() { x.g.remove() }
+func (x *Draft) Close() {
+	if x.clones != nil {
+		x.clones.Close()
+	}
+	x.g.remove()
+}
 
-// Prepare opens the parents, which Write does otherwise: what can be done before the directory has to stand still.
+// Prepare opens the parents, which Read does otherwise: what can be done before the directory has to stand still.
 func (x *Draft) Prepare(ctx context.Context) error {
 	if x.g.against != nil {
 		return nil
@@ -74,7 +92,7 @@ func (x *Draft) Prepare(ctx context.Context) error {
 		if slices.Contains(x.o.Parents, d) || slices.Contains(ds, d) {
 			continue
 		}
-		if _, err := x.store.Load(d); err == nil {
+		if l, err := x.store.Load(d); err == nil && (x.o.Rules == "" || l.Cleaned == x.o.Rules) {
 			ds = append(ds, d)
 		}
 	}
@@ -83,17 +101,61 @@ func (x *Draft) Prepare(ctx context.Context) error {
 	if x.g.against, err = x.store.OpenLayers(ctx, append(ds, x.o.Parents...)); err != nil {
 		return fmt.Errorf("open the layers below the snapshot: %w", err)
 	}
+	x.judgeBlobs()
 	return nil
 }
 
-// Write packs the tree below dir. o's bounds are the store's.
-func (x *Draft) Write(ctx context.Context, dir string, o erofs.Options) error {
+// judgeBlobs decides which blobs of the open layers the snapshot may refer to. Those of layers that it will lie upon are
+// there anyway. Others it would keep, and bring to whoever gets it: not for a small part of them, and only if nothing lies in
+// them that was to be cleaned.
+func (x *Draft) judgeBlobs() {
+	layers := x.g.against.layers
+	below := layers[x.earlier : len(layers)-x.o.Merge]
+	names := func(l Layer, b *erofs.Blob) bool {
+		return slices.ContainsFunc(l.Blobs(), func(o Object) bool { return o.Digest.Hex() == b.Name })
+	}
+	for _, b := range x.g.against.blobs {
+		if slices.ContainsFunc(below, func(l Layer) bool { return names(l, b) }) {
+			continue
+		}
+		b.MinUsed = b.Size / minShare
+		b.Copy = x.o.Rules != "" && !slices.ContainsFunc(layers, func(l Layer) bool { return l.Cleaned == x.o.Rules && names(l, b) })
+	}
+}
+
+// Read reads the tree below dir. o's bounds are the store's.
+func (x *Draft) Read(ctx context.Context, dir string, o erofs.Options) error {
 	if err := x.Prepare(ctx); err != nil {
 		return err
 	}
 	w := x.g.options(x.store.limits)
 	w.KeepTrusted, w.Choose, w.Progress = true, o.Choose, o.Progress
-	res, err := x.pack(ctx, dir, w)
+	if x.o.Hold > 0 {
+		clones, err := os.OpenFile(x.g.dir, unix.O_TMPFILE|os.O_RDWR, 0o600)
+		if err != nil && !errors.Is(err, unix.EOPNOTSUPP) {
+			return x.store.diskError(fmt.Errorf("take a snapshot: %w", err))
+		}
+		x.clones = clones
+		w.Hold = erofs.Hold{Memory: x.o.Hold, Clones: clones}
+	}
+	f, err := os.Open(dir)
+	if err != nil {
+		return x.store.diskError(fmt.Errorf("read the writable layer: %w", err))
+	}
+	defer f.Close()
+	if x.tree, err = erofs.ReadTree(ctx, f, x.g.meta, x.g.blob, w); err != nil {
+		return x.store.diskError(fmt.Errorf("read the writable layer: %w", err))
+	}
+	return nil
+}
+
+// Write makes the image of what Read read, and of the parents that become a part of it.
+func (x *Draft) Write(ctx context.Context) error {
+	if x.tree == nil {
+		return errs.E(errs.Internal, "a snapshot was written before it was read")
+	}
+	res, err := x.write(ctx)
+	x.tree = nil
 	if err != nil {
 		return x.store.diskError(fmt.Errorf("pack the writable layer: %w", err))
 	}
@@ -102,12 +164,12 @@ func (x *Draft) Write(ctx context.Context, dir string, o erofs.Options) error {
 	return nil
 }
 
-func (x *Draft) pack(ctx context.Context, dir string, o erofs.Options) (*erofs.Result, error) {
+func (x *Draft) write(ctx context.Context) (*erofs.Result, error) {
 	if x.o.Merge == 0 {
-		return erofs.FromDir(ctx, dir, x.g.meta, x.g.blob, o)
+		return x.tree.Write(ctx)
 	}
 	n := x.earlier + len(x.o.Parents) - x.o.Merge
-	below, err := x.g.against.Images(n)
+	all, err := x.g.against.Images(n)
 	if err != nil {
 		return nil, err
 	}
@@ -115,12 +177,10 @@ func (x *Draft) pack(ctx context.Context, dir string, o erofs.Options) (*erofs.R
 	if err != nil {
 		return nil, err
 	}
-	upper, err := os.Open(dir)
-	if err != nil {
-		return nil, err
+	for i := range stack {
+		stack[i].Choose = x.o.Choose
 	}
-	defer upper.Close()
-	return erofs.Merge(ctx, below, stack, upper, x.g.meta, x.g.blob, o)
+	return x.tree.WriteMerged(ctx, all[x.earlier:], stack)
 }
 
 // Image reads what Write wrote.
@@ -137,11 +197,30 @@ func (x *Draft) Image() (*erofs.Image, error) {
 // Result is that of Write.
 func (x *Draft) Result() *erofs.Result { return x.result }
 
+// Seal makes what Write wrote durable. Publish does it otherwise.
+func (x *Draft) Seal(ctx context.Context) error {
+	switch {
+	case x.sealed:
+		return nil
+	case x.result == nil:
+		return errs.E(errs.Internal, "a snapshot was stored before it was written")
+	}
+	x.g.manifest = Manifest{
+		Kind: Snapshot, LogicalBytes: x.result.LogicalBytes, Files: x.result.Files,
+		Source: x.o.Source, Config: x.o.Config, Parents: x.o.Parents[:len(x.o.Parents)-x.o.Merge], Cleaned: x.o.Rules,
+	}
+	if err := x.store.sealImage(ctx, x.g, x.result, newReporter(nil), 0); err != nil {
+		return x.store.diskError(fmt.Errorf("store the snapshot: %w", err))
+	}
+	x.sealed = true
+	return nil
+}
+
 // Publish makes the layer durable and visible and points its name at it. pin, if set, is called before the layer can be
 // collected.
 func (x *Draft) Publish(ctx context.Context, pin func(Layer) error) (Layer, error) {
-	if x.result == nil {
-		return Layer{}, errs.E(errs.Internal, "a snapshot was published before it was written")
+	if err := x.Seal(ctx); err != nil {
+		return Layer{}, err
 	}
 	l, err := x.publish(ctx, pin)
 	if err != nil {
@@ -151,14 +230,6 @@ func (x *Draft) Publish(ctx context.Context, pin func(Layer) error) (Layer, erro
 }
 
 func (x *Draft) publish(ctx context.Context, pin func(Layer) error) (Layer, error) {
-	m := &x.g.manifest
-	*m = Manifest{
-		Kind: Snapshot, LogicalBytes: x.result.LogicalBytes, Files: x.result.Files,
-		Source: x.o.Source, Config: x.o.Config, Parents: x.o.Parents[:len(x.o.Parents)-x.o.Merge],
-	}
-	if err := x.store.sealImage(ctx, x.g, x.result, newReporter(nil), 0); err != nil {
-		return Layer{}, err
-	}
 	defer x.store.Hold()()
 	l, _, err := x.store.publish(ctx, x.g)
 	if err != nil {

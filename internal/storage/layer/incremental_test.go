@@ -277,7 +277,7 @@ func TestSnapshotsMerge(t *testing.T) {
 			t.Fatal(err)
 		}
 		defer d.Close()
-		if err := d.Write(ctx, dir, erofs.Options{}); err != nil {
+		if err := errors.Join(d.Read(ctx, dir, erofs.Options{}), d.Write(ctx)); err != nil {
 			t.Fatal(err)
 		}
 		l, err := d.Publish(ctx, nil)

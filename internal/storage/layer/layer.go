@@ -126,6 +126,9 @@ type Manifest struct {
 	// Parents are the layers below a snapshot, or below the topmost piece of a base
 	// that was imported in pieces; lowest first.
 	Parents []Digest `json:"parents,omitempty"`
+	// Cleaned names the rules by which a snapshot was cleaned: in none of the blobs that it names, but for those that its
+	// parents name, lies the content of a file that they had left out. Empty: it was not cleaned.
+	Cleaned string `json:"cleaned,omitempty"`
 }
 
 // Blobs returns the data blobs of the image in the order of its device slots.

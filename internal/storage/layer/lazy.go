@@ -95,6 +95,27 @@ func (r *sharedStore) knows(d Digest) bool {
 	return r.used[d]
 }
 
+// Renew has layers mounted anew for the next who acquires them, as blobs of theirs have become local files. Overlays so
+// far keep what they have.
+func (m *Mounts) Renew(layers []Digest) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for _, d := range layers {
+		if e := m.entries[d]; e != nil && e.lazy {
+			e.stale = true
+		}
+	}
+}
+
+// renew puts a new mount of a layer in the place of one that works; e.busy is held. When that fails, the old one serves on.
+func (m *Mounts) renew(ctx context.Context, d Digest, e *mountEntry) {
+	lazy, err := m.mount(ctx, d, true)
+	mounted := err == nil || isMounted(m.path(d))
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	e.mounted, e.lazy = mounted, e.lazy || lazy
+}
+
 // lose notes an owner whose overlay has a dead mount; Mounts.mu is held.
 func (e *mountEntry) lose(owner string) {
 	if e.lost == nil {

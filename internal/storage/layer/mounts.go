@@ -49,6 +49,7 @@ type mountEntry struct {
 	mounted bool
 	lazy    bool // blobs are attached
 	dead    bool // what is mounted gives EIO, also after its blobs are served again
+	stale   bool // there are better files to mount it from
 	owners  map[string]bool
 	lost    map[string]bool // owners whose overlay has a dead mount
 	waiting int             // calls that hold or wait for busy; they keep the entry in the map
@@ -130,7 +131,7 @@ func (m *Mounts) Acquire(ctx context.Context, d Digest, owner string) (string, e
 	had := e.owners[owner]
 	e.owners[owner] = true // from here on it is not unmounted
 	e.waiting++
-	mounted := e.mounted && !e.dead
+	mounted := e.mounted && !e.dead && !e.stale
 	m.mu.Unlock()
 
 	var err error
@@ -180,9 +181,14 @@ func (m *Mounts) ensure(ctx context.Context, d Digest, e *mountEntry) error {
 	e.busy.Lock()
 	defer e.busy.Unlock()
 	m.mu.Lock()
-	mounted, dead := e.mounted, e.dead
+	mounted, dead, stale := e.mounted && isMounted(m.path(d)), e.dead, e.stale
+	e.stale = false // what becomes better from here on is for the next one
 	m.mu.Unlock()
-	if mounted && !dead && isMounted(m.path(d)) {
+	switch {
+	case mounted && !dead && !stale:
+		return nil
+	case mounted && !dead:
+		m.renew(ctx, d, e)
 		return nil
 	}
 	if dead { // overlays upon it keep it
@@ -191,7 +197,7 @@ func (m *Mounts) ensure(ctx context.Context, d Digest, e *mountEntry) error {
 		}
 	}
 	// A mount that somebody took away would leave an empty directory in the place of the layer.
-	lazy, err := m.mount(ctx, d)
+	lazy, err := m.mount(ctx, d, false)
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if err != nil {
@@ -209,8 +215,8 @@ func isMounted(dir string) bool {
 	return err == nil && st.Attributes&unix.STATX_ATTR_MOUNT_ROOT != 0
 }
 
-// mount mounts a layer whose mount point is free; lazy says that blobs were attached for it.
-func (m *Mounts) mount(ctx context.Context, d Digest) (lazy bool, err error) {
+// mount mounts a layer whose mount point is free or, with over, in the place of its mount; lazy says that blobs were attached for it.
+func (m *Mounts) mount(ctx context.Context, d Digest, over bool) (lazy bool, err error) {
 	l, err := m.store.Load(d)
 	if err != nil {
 		return false, err
@@ -220,7 +226,7 @@ func (m *Mounts) mount(ctx context.Context, d Digest) (lazy bool, err error) {
 		return false, err
 	}
 	defer func() {
-		if err != nil && lazy {
+		if err != nil && lazy && !over {
 			err = errors.Join(err, m.blobs.Detach(context.WithoutCancel(ctx), d))
 		}
 	}()
@@ -230,6 +236,11 @@ func (m *Mounts) mount(ctx context.Context, d Digest) (lazy bool, err error) {
 	}
 	defer unix.Close(fd)
 	dir := m.path(d)
+	if over {
+		if err := detach(dir); err != nil {
+			return lazy, err
+		}
+	}
 	if err := os.Mkdir(dir, 0o700); err != nil && !errors.Is(err, os.ErrExist) {
 		return lazy, m.store.diskError(err)
 	}

@@ -2,9 +2,11 @@ package layer
 
 import (
 	"context"
+	"errors"
 	"os"
 	"path/filepath"
 	"strings"
+	"sync"
 
 	"github.com/harena-dev/harena/internal/errs"
 	"github.com/harena-dev/harena/internal/storage/erofs"
@@ -89,17 +91,22 @@ func (s *Store) sealImage(ctx context.Context, g *staged, res *erofs.Result, rep
 			as   *Object
 		}{g.index, &m.Index})
 	}
+	// Side by side, as the disk can make one flush of them.
+	var wg sync.WaitGroup
+	synced := make([]error, len(files))
+	for i, f := range files {
+		wg.Go(func() { synced[i] = f.file.Sync() })
+	}
+	defer wg.Wait()
 	for _, f := range files {
 		var err error
 		if *f.as, err = hashFile(ctx, f.file, func(n int64) { report.add(PhaseStoring, n, total) }); err != nil {
 			return err
 		}
-		if err := f.file.Sync(); err != nil {
-			return err
-		}
 		g.sealed = append(g.sealed, sealedFile{f.as.Digest, f.file.Name()})
 	}
-	return nil
+	wg.Wait()
+	return errors.Join(synced...)
 }
 
 // AgainstNone as ImportOptions.Against has all content stored.

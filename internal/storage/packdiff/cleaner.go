@@ -16,7 +16,7 @@ type Cleaner struct {
 	rules *Rules
 	// stack holds the directories from the root to the one whose names are asked about.
 	stack []level
-	// Cleaned are the paths that were left out, in the order of the walk.
+	// Cleaned are the paths that were left out, sorted once Examine is done.
 	Cleaned List
 	// held are directories that are left out if nothing below them is packed.
 	held map[string]bool
@@ -35,7 +35,8 @@ func NewCleaner(rules *Rules) *Cleaner {
 	return &Cleaner{rules: rules, held: map[string]bool{}, stack: []level{{place: rules.root()}}}
 }
 
-// Choose is erofs.Options.Choose: directories come before what is in them.
+// Choose is erofs.Options.Choose: directories come before what is in them. It may be asked about several trees, one after the
+// other, that become one.
 func (c *Cleaner) Choose(path string, st *unix.Stat_t) erofs.Choice {
 	dir, name := split(path)
 	for c.stack[len(c.stack)-1].path != dir {
@@ -70,6 +71,7 @@ func (c *Cleaner) settle(root *lowerDir) error {
 			c.Cleaned.Add(path)
 		}
 	}
+	c.Cleaned.distinct()
 	return nil
 }
 

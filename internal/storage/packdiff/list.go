@@ -1,6 +1,7 @@
 package packdiff
 
 import (
+	"slices"
 	"strings"
 	"unicode/utf8"
 )
@@ -21,6 +22,14 @@ func (l *List) Add(path string) {
 	if l.size += len(path) + 32; l.size <= MaxListed {
 		l.Paths = append(l.Paths, path)
 	}
+}
+
+// distinct sorts the list and drops repetitions.
+func (l *List) distinct() {
+	n := len(l.Paths)
+	slices.Sort(l.Paths)
+	l.Paths = slices.Compact(l.Paths)
+	l.Count -= int64(n - len(l.Paths))
 }
 
 // Quote writes a path as callers see it: absolute, with \xNN for bytes that are no UTF-8, for control characters and for

@@ -1,6 +1,10 @@
 package packdiff
 
 import (
+	"crypto/sha256"
+	"encoding/hex"
+	"fmt"
+	"hash"
 	"slices"
 	"strings"
 
@@ -28,6 +32,7 @@ const (
 // path (see Parse) is kept whatever rules say.
 type Rules struct {
 	rules []rule
+	text  hash.Hash // of what they were made of
 }
 
 type rule struct {
@@ -46,7 +51,7 @@ type segment struct {
 
 // Parse makes rules: the defaults if wanted, then lines, then keep, which are patterns too.
 func Parse(defaults bool, lines string, keep []string) (*Rules, error) {
-	r := &Rules{}
+	r := &Rules{text: sha256.New()}
 	var all []string
 	if defaults {
 		all = append(all, Defaults()...)
@@ -73,6 +78,9 @@ func Parse(defaults bool, lines string, keep []string) (*Rules, error) {
 	return r, nil
 }
 
+// Name is the same for equal rules in the same order.
+func (r *Rules) Name() string { return hex.EncodeToString(r.text.Sum(nil)) }
+
 func (r *Rules) add(pattern string, keep, firm bool) error {
 	bad := func(why string) error {
 		return errs.E(errs.Invalid, "the residue rule %.200q is not valid: %s", pattern, why).
@@ -84,6 +92,7 @@ func (r *Rules) add(pattern string, keep, firm bool) error {
 	if strings.IndexByte(pattern, 0) >= 0 {
 		return bad("it has a NUL byte")
 	}
+	fmt.Fprintf(r.text, "%t %t %s\x00", keep, firm, pattern)
 	if rest, ok := strings.CutPrefix(pattern, "~/"); ok {
 		for _, home := range []string{"/root/", "/home/*/", "/"} {
 			if err := r.add(home+rest, keep, firm); err != nil {
