@@ -16,6 +16,7 @@ import (
 const (
 	iocSnapDestroy    = 0x5000940f // _IOW(0x94, 15, struct btrfs_ioctl_vol_args)
 	iocInoLookup      = 0xd0009412 // _IOWR(0x94, 18, struct btrfs_ioctl_ino_lookup_args)
+	iocSnapCreateV2   = 0x50009417 // _IOW(0x94, 23, struct btrfs_ioctl_vol_args_v2)
 	iocSubvolCreateV2 = 0x50009418 // _IOW(0x94, 24, struct btrfs_ioctl_vol_args_v2)
 	iocFSInfo         = 0x8400941f // _IOR(0x94, 31, struct btrfs_ioctl_fs_info_args)
 	iocQuotaCtl       = 0xc0109428 // _IOWR(0x94, 40, struct btrfs_ioctl_quota_ctl_args)
@@ -24,6 +25,7 @@ const (
 	quotaEnable       = 1
 	quotaEnableSimple = 4 // Linux 6.7: counted where extents are made, without walking back references
 
+	subvolReadOnly         = 1 << 1
 	subvolQgroupInherit    = 1 << 2
 	qgroupInheritSetLimits = 1 << 0
 	qgroupLimitMaxRfer     = 1 << 0
@@ -124,6 +126,29 @@ func (d *Disk) makeSubvolume(path string, limit int64) error {
 		return fmt.Errorf("make a subvolume: %w", err)
 	}
 	return os.Chmod(path, 0o700)
+}
+
+// copySubvolume makes a read-only snapshot. It has what was not flushed yet too, also through mappings: the kernel writes that
+// first (btrfs_start_delalloc_snapshot).
+func copySubvolume(path, to string) error {
+	from, _, err := subvolume(path)
+	if err != nil {
+		return err
+	}
+	defer from.Close()
+	parent, name, err := inDirectory(to)
+	if err != nil {
+		return err
+	}
+	defer parent.Close()
+	args := &volArgsV2{fd: int64(from.Fd()), flags: subvolReadOnly}
+	if copy(args.name[:len(args.name)-1], name) != len(name) {
+		return fmt.Errorf("subvolume %q: %w", name, unix.ENAMETOOLONG)
+	}
+	if err := ioctl(int(parent.Fd()), iocSnapCreateV2, unsafe.Pointer(args)); err != nil {
+		return fmt.Errorf("copy a subvolume: %w", err)
+	}
+	return nil
 }
 
 func destroySubvolume(parent int, name string) error {

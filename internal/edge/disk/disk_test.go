@@ -140,9 +140,74 @@ func TestQuotas(t *testing.T) {
 	}
 }
 
+// TestCopy: a copy has what was written before it, through a mapping too, and nothing that was written after it.
+func TestCopy(t *testing.T) {
+	root := mounted(t, 400<<20, "", "mkfs.btrfs", "-q", "-m", "single")
+	d, err := disk.Open(root, true)
+	if err != nil || !d.Copies() {
+		t.Fatalf("copies %v, %v", d.Copies(), err)
+	}
+	a := filepath.Join(root, "a")
+	if err := d.Make(a, 64<<20); err != nil {
+		t.Fatal(err)
+	}
+	f, err := os.Create(filepath.Join(a, "f"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	if err := f.Truncate(1 << 20); err != nil {
+		t.Fatal(err)
+	}
+	m, err := unix.Mmap(int(f.Fd()), 0, 1<<20, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = unix.Munmap(m) }()
+	for _, round := range []string{"one", "two"} {
+		copy(m[4096:], round)
+		if err := errors.Join(os.WriteFile(filepath.Join(a, "g"), []byte(round), 0o600), os.Link(filepath.Join(a, "g"), filepath.Join(a, "link-"+round))); err != nil {
+			t.Fatal(err)
+		}
+		if err := d.Copy(a, filepath.Join(root, round)); err != nil {
+			t.Fatal(err)
+		}
+		copy(m[4096:], "xxx")
+		if err := os.WriteFile(filepath.Join(a, "g"), []byte("xxx"), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for _, round := range []string{"one", "two"} {
+		b, err := os.ReadFile(filepath.Join(root, round, "f"))
+		if err != nil || len(b) != 1<<20 || string(b[4096:4099]) != round {
+			t.Errorf("%s: %d bytes, %v", round, len(b), err)
+		}
+		if b, err := os.ReadFile(filepath.Join(root, round, "link-"+round)); err != nil || string(b) != round {
+			t.Errorf("%s: %q, %v", round, b, err)
+		}
+		if err := os.WriteFile(filepath.Join(root, round, "h"), nil, 0o600); !errors.Is(err, unix.EROFS) {
+			t.Errorf("a copy was written to: %v", err)
+		}
+	}
+	parent, err := os.Open(root)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer parent.Close()
+	if !disk.Erase(int(parent.Fd()), "one") {
+		t.Error("a copy was not erased")
+	}
+	if err := d.Copy(filepath.Join(root, "nothing"), filepath.Join(root, "x")); err == nil {
+		t.Error("nothing was copied")
+	}
+}
+
 func TestPlainFileSystemIsWatched(t *testing.T) {
 	root := mounted(t, 64<<20, "", "mkfs.ext4", "-q")
 	d, err := disk.Open(root, true)
+	if err == nil && d.Copy(root, filepath.Join(root, "x")) == nil {
+		t.Error("copied at once")
+	}
 	if err != nil || d.Mode() != disk.ModeWatch || d.Reflinks() {
 		t.Fatalf("mode %s, reflinks %v, %v", d.Mode(), d.Reflinks(), err)
 	}
