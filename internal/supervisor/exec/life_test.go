@@ -357,5 +357,5 @@ func TestActivityAndWrongSandbox(t *testing.T) {
 	_, err := r.client.ListCommands(context.Background(), connect.NewRequest(&harenav1.ListCommandsRequest{SandboxId: "another"}))
 	wantKind(t, errs.FromConnect(err), errs.NotFound, "another")
 	_, err = r.client.CreateSession(context.Background(), connect.NewRequest(&harenav1.CreateSessionRequest{}))
-	wantKind(t, errs.FromConnect(err), errs.Unsupported, "sessions")
+	wantKind(t, errs.FromConnect(err), errs.Invalid, "a session needs a name")
 }

@@ -110,7 +110,6 @@ func TestRefusedRequests(t *testing.T) {
 		{"negative max_output", &harenav1.Command{Shell: "x", MaxOutput: -1}, errs.Invalid, "negative"},
 		{"timeout", &harenav1.Command{Shell: "x", Timeout: durationpb.New(0)}, errs.Invalid, "not positive"},
 		{"op_id", &harenav1.Command{Shell: "x", OpId: "a\nb"}, errs.Invalid, "printable"},
-		{"session", &harenav1.Command{Shell: "x", Session: "s"}, errs.Unsupported, "sessions"},
 		{"pty", &harenav1.Command{Shell: "x", Pty: &harenav1.Pty{}}, errs.Unsupported, "devpts"},
 	}
 	for _, tt := range tests {
