@@ -10,6 +10,7 @@ mount -t securityfs securityfs /sys/kernel/security
 mount -t cgroup2 -o nsdelegate,memory_recursiveprot cgroup2 /sys/fs/cgroup
 mount --make-rshared /
 ln -sf /proc/self/fd /dev/fd
+for i in 0:stdin 1:stdout 2:stderr; do ln -sf "/proc/self/fd/${i%:*}" "/dev/${i#*:}"; done
 ip link set lo up
 hostname second-kernel
 # Swap, in compressed memory: what pausing gives memory back to.
