@@ -2,6 +2,7 @@ package erofs_test
 
 import (
 	"bytes"
+	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -16,6 +17,29 @@ import (
 // overlay mounts layers, the topmost first, with an upper directory unless it is
 // "", and returns a path to the root.
 func overlay(t *testing.T, upper string, lowers ...string) string {
+	t.Helper()
+	if upper != "" {
+		for _, d := range []string{"data", "work"} {
+			if err := os.Mkdir(filepath.Join(upper, d), 0o755); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	fd, err := tryOverlay(t, upper, lowers)
+	if errors.Is(err, unix.EINVAL) { // before Linux 6.15 detached mounts are refused
+		for _, lower := range lowers {
+			attach(t, lower)
+		}
+		fd, err = tryOverlay(t, upper, lowers)
+	}
+	if err != nil {
+		t.Fatalf("mount overlay: %v", err)
+	}
+	t.Cleanup(func() { unix.Close(fd) })
+	return fmt.Sprintf("/proc/self/fd/%d", fd)
+}
+
+func tryOverlay(t *testing.T, upper string, lowers []string) (int, error) {
 	t.Helper()
 	fs, err := unix.Fsopen("overlay", unix.FSOPEN_CLOEXEC)
 	if err != nil {
@@ -32,23 +56,42 @@ func overlay(t *testing.T, upper string, lowers ...string) string {
 		set("lowerdir+", lower)
 	}
 	if upper != "" {
-		for _, d := range []string{"data", "work"} {
-			if err := os.Mkdir(filepath.Join(upper, d), 0o755); err != nil {
-				t.Fatal(err)
-			}
-		}
 		set("upperdir", filepath.Join(upper, "data"))
 		set("workdir", filepath.Join(upper, "work"))
 	}
 	if err := unix.FsconfigCreate(fs); err != nil {
-		t.Fatalf("mount overlay: %v", err)
+		return -1, err
 	}
-	fd, err := unix.Fsmount(fs, unix.FSMOUNT_CLOEXEC, 0)
+	return unix.Fsmount(fs, unix.FSMOUNT_CLOEXEC, 0)
+}
+
+// attach gives a detached mount, which /proc/self/fd names, a place until the test ends. One that has a place keeps it.
+func attach(t *testing.T, mount string) {
+	t.Helper()
+	var fd int
+	if _, err := fmt.Sscanf(mount, "/proc/self/fd/%d", &fd); err != nil {
+		return
+	}
+	var st unix.Statx_t
+	if err := unix.Statx(fd, "", unix.AT_EMPTY_PATH, unix.STATX_MNT_ID, &st); err != nil {
+		t.Fatal(err)
+	}
+	mounts, err := os.ReadFile("/proc/self/mountinfo")
 	if err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(func() { unix.Close(fd) })
-	return fmt.Sprintf("/proc/self/fd/%d", fd)
+	if bytes.Contains(append([]byte("\n"), mounts...), fmt.Appendf(nil, "\n%d ", st.Mnt_id)) {
+		return
+	}
+	dir := t.TempDir()
+	if err := unix.MoveMount(fd, "", unix.AT_FDCWD, dir, unix.MOVE_MOUNT_F_EMPTY_PATH); err != nil {
+		t.Fatalf("attach %s: %v", mount, err)
+	}
+	t.Cleanup(func() {
+		if err := unix.Unmount(dir, unix.MNT_DETACH); err != nil {
+			t.Error(err)
+		}
+	})
 }
 
 // baseLayer is what the layers of the tests below are put upon.
