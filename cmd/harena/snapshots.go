@@ -10,5 +10,5 @@ import (
 
 // packer makes snapshots of the node's sandboxes.
 func packer(store *layer.Store, mounts *layer.Mounts) lifecycle.Packer {
-	return &snapshots.Packer{Store: store, Mounts: mounts, Now: time.Now}
+	return &snapshots.Packer{Store: store, Mounts: mounts, Now: time.Now, InUse: mounts.InUse}
 }

@@ -258,6 +258,9 @@ func (e *Edge) forget(b *box) error {
 	if err == nil && r.Config.IDBase != 0 {
 		e.ranges.Free(r.Config.IDBase)
 	}
+	if r.Origin != "" {
+		e.noteForkGone()
+	}
 	return err
 }
 

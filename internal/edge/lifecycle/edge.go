@@ -144,6 +144,8 @@ type Edge struct {
 	work   sync.WaitGroup // effects under way
 	loops  sync.WaitGroup // timers, polls, exits
 	gate   chan struct{}  // bounds what timers start at once
+	// forkGone tells collectForks that a fork is gone.
+	forkGone chan struct{}
 }
 
 type requestKey struct{ project, request string }
@@ -167,7 +169,7 @@ func Open(ctx context.Context, c Config) (*Edge, error) {
 	e := &Edge{
 		cfg: c, dir: c.Dir, log: c.Log, clock: c.Clock, records: records{root: c.Dir.Path()},
 		backends: map[string]backend.Backend{}, boxes: map[sandbox.ID]*box{}, requests: map[requestKey]*box{},
-		sampler: &sampler{node: c.Node, clock: c.Clock}, gate: make(chan struct{}, 32),
+		sampler: &sampler{node: c.Node, clock: c.Clock}, gate: make(chan struct{}, 32), forkGone: make(chan struct{}, 1),
 	}
 	for _, b := range c.Backends {
 		e.backends[b.Name()] = b
@@ -192,6 +194,10 @@ func Open(ctx context.Context, c Config) (*Edge, error) {
 	}
 	e.loops.Go(func() { e.timers.run(e.ctx) })
 	e.loops.Go(func() { e.runJobs(e.ctx) })
+	if c.Packer != nil {
+		e.noteForkGone() // before a kill, perhaps
+		e.loops.Go(e.collectForks)
+	}
 	if e.watch != nil {
 		e.loops.Go(func() { e.watch.Run(e.ctx) })
 	}

@@ -6,6 +6,8 @@ import "context"
 type Packer interface {
 	// Begin checks what is asked and prepares, while the sandbox runs. invalid: name or rules.
 	Begin(ctx context.Context, o PackOptions) (Packing, error)
+	// Collect removes the layers of forks that nothing uses any more, as far as it has not done so before.
+	Collect(ctx context.Context) error
 }
 
 // PackOptions say what to make of a writable layer.

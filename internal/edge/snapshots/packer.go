@@ -22,6 +22,8 @@ type Mounts interface {
 	// Acquire mounts a layer for owner, or finds it mounted.
 	Acquire(ctx context.Context, d layer.Digest, owner string) (string, error)
 	Release(owner string) error
+	// Drop unmounts those of the layers that nobody owns.
+	Drop(ds []layer.Digest) error
 }
 
 // Packer implements lifecycle.Packer.
@@ -29,7 +31,9 @@ type Packer struct {
 	Store  *layer.Store
 	Mounts Mounts
 	Now    func() time.Time
-	held   memory
+	// InUse returns the layers that sandboxes have.
+	InUse func() map[layer.Digest]bool
+	held  memory
 }
 
 // What all snapshots together, and one of them, may hold in memory of what their sandboxes wrote.
@@ -65,6 +69,9 @@ func (p *Packer) Begin(ctx context.Context, o lifecycle.PackOptions) (lifecycle.
 	}
 	k := &packing{p: p, o: o, cleaner: packdiff.NewCleaner(rules), hold: p.held.take()}
 	so := layer.SnapshotOptions{Project: o.Project, Name: o.Name, Source: "sandbox:" + o.Sandbox, Hold: k.hold}
+	if o.Name == "" {
+		so.Source = forkSource + o.Sandbox
+	}
 	if o.Clean {
 		so.Rules, so.Choose = rules.Name(), k.cleaner.Choose
 	}
@@ -73,6 +80,20 @@ func (p *Packer) Begin(ctx context.Context, o lifecycle.PackOptions) (lifecycle.
 		return nil, err
 	}
 	return k, nil
+}
+
+// forkSource begins the source of layers that forks have in common.
+const forkSource = "fork:"
+
+// Collect implements lifecycle.Packer.
+func (p *Packer) Collect(ctx context.Context) error {
+	plan, err := p.Store.CollectGarbage(ctx, layer.GCOptions{
+		InUse: p.InUse, Only: func(l layer.Layer) bool { return strings.HasPrefix(l.Source, forkSource) },
+	})
+	if err != nil {
+		return err
+	}
+	return p.Mounts.Drop(plan.Layers)
 }
 
 func (p *Packer) begin(ctx context.Context, k *packing, so layer.SnapshotOptions) error {

@@ -22,6 +22,8 @@ type GCOptions struct {
 	// InUse returns the layers that are in use by what is on no name: sandboxes, whether they run, are paused or have
 	// failed and still have files. It is asked again before every step.
 	InUse func() map[Digest]bool
+	// Only, if set, has no other layers removed than those that it chooses.
+	Only func(Layer) bool
 	// DryRun only plans.
 	DryRun bool
 	// Progress, when set, is called with the phase and how many things it has looked at.
@@ -79,6 +81,13 @@ func (s *Store) collectGarbage(ctx context.Context, o GCOptions) (*GCPlan, error
 	})
 	if err != nil {
 		return nil, err
+	}
+	if o.Only != nil {
+		for _, d := range garbage {
+			if l, err := s.readManifest(d); err != nil || !o.Only(l) {
+				g.mark(ctx, d)
+			}
+		}
 	}
 	if g.blind {
 		g.plan.Problems = append(g.plan.Problems, "nothing was removed: what the damaged layers need is not known")
