@@ -202,6 +202,9 @@ func (e *Edge) release(ctx context.Context, b *box) error {
 	if err := e.cfg.Layers.Release(string(b.id)); err != nil {
 		return fmt.Errorf("release the layers: %w", err)
 	}
+	if b.record().Origin != "" {
+		e.noteForkGone()
+	}
 	return nil
 }
 

@@ -77,11 +77,13 @@ func (q *quality) judgeRepos(ctx context.Context) error {
 			if err != nil {
 				return err
 			}
-			// Logs of HEAD's own way here name its ancestors: each line but the last leads to an older commit, which HEAD has
-			// as well, unless HEAD went back. That cannot be told without reading all objects, so it is told.
+			mine := map[string]bool{head: true}
+			if strings.HasPrefix(ref, "logs/") {
+				mine = ownWay(b, head)
+			}
 			other := map[string]bool{}
 			for _, id := range commitID.FindAll(b, -1) {
-				if s := string(id); s != head && !noCommit.MatchString(s) {
+				if s := string(id); !mine[s] && !noCommit.MatchString(s) {
 					other[s] = true
 				}
 			}
@@ -91,6 +93,26 @@ func (q *quality) judgeRepos(ctx context.Context) error {
 		}
 	}
 	return nil
+}
+
+// forward is what a log says of steps after which the older commit is an ancestor of the newer one.
+var forward = regexp.MustCompile(`^(commit|commit \(initial\)|commit \(merge\)|clone|pull|pull [^:]*|merge [^:]*): `)
+
+// ownWay returns the commits of a log that are HEAD or its ancestors: those before the last step that may have gone elsewhere
+// (a reset, an amended commit, a checkout) cannot be told from others without reading the objects.
+func ownWay(log []byte, head string) map[string]bool {
+	mine := map[string]bool{head: true}
+	at := head
+	for _, line := range slices.Backward(bytes.Split(bytes.TrimSuffix(log, []byte("\n")), []byte("\n"))) {
+		step, message, _ := bytes.Cut(line, []byte("\t"))
+		ids := bytes.SplitN(step, []byte(" "), 3)
+		if len(ids) < 3 || string(ids[1]) != at || !forward.Match(message) {
+			break
+		}
+		at = string(ids[0])
+		mine[at] = true
+	}
+	return mine
 }
 
 // head returns the commit that HEAD is at; "" when that cannot be told.
