@@ -55,6 +55,13 @@ type node struct {
 var the *node
 
 func TestMain(m *testing.M) {
+	if root := os.Getenv(treeListRoot); root != "" {
+		if err := listTree(root, nil, os.Stdout); err != nil {
+			fmt.Fprintln(os.Stderr, "list:", err)
+			os.Exit(1)
+		}
+		return
+	}
 	code, err := run(m)
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "scenario:", err)
