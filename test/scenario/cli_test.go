@@ -77,7 +77,7 @@ func TestExitStatusOfTheCLI(t *testing.T) {
 		"no sandbox":     {[]string{"exec", "aaaaaaaaaaaaaaaaaaaa", "--", "true"}, 125},
 		"bad flag":       {[]string{"run", "--memory", "lots", "--image", "x", "--", "true"}, 125},
 		"no image":       {[]string{"run", "--image", "no-such-image", "--", "true"}, 125},
-		"later":          {[]string{"pause", b.id}, 125},
+		"later":          {[]string{"net", b.id}, 125},
 	} {
 		got := cli(t, "", c.args...)
 		if got.code != c.code {

@@ -56,8 +56,19 @@ func TestEverythingContinuesAfterAPause(t *testing.T) {
 exec 9>/tmp/p; i=0; while [ ! -e /tmp/end ]; do i=$((i+1)); echo $i >&9; echo $i >/tmp/i; sleep 0.05; done; exec 9>&-; wait; echo end`})
 	count := func() string { return strings.TrimSpace(string(b.read("/tmp/i"))) }
 	eventually(t, "it counts", time.Minute, func() bool { return b.sh("cat /tmp/i").GetExitCode() == 0 })
+	stream, err := the.exec.Connect(within(t, 3*time.Minute), connect.NewRequest(&harenav1.ConnectRequest{SandboxId: b.id, CommandId: id}))
+	if err != nil || !stream.Receive() { // attached before the first pause: a call that comes later would resume
+		t.Fatalf("connect: %v, %v", err, stream.Err())
+	}
+	defer stream.Close()
 	done := make(chan output, 1)
-	go func() { done <- b.follow(&harenav1.ConnectRequest{CommandId: id}) }()
+	go func() {
+		var out output
+		for ok := true; ok; ok = stream.Receive() {
+			out.take(stream.Msg().GetOutput())
+		}
+		done <- out
+	}()
 	for range 3 {
 		b.pause()
 		b.is("paused")

@@ -13,6 +13,7 @@ ln -sf /proc/self/fd /dev/fd
 for i in 0:stdin 1:stdout 2:stderr; do ln -sf "/proc/self/fd/${i%:*}" "/dev/${i#*:}"; done
 ip link set lo up
 hostname second-kernel
+modprobe loop # loop-control is made at start by the names that udev knows
 # Swap, in compressed memory: what pausing gives memory back to.
 modprobe zram
 echo 1G >/sys/block/zram0/disksize
