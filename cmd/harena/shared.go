@@ -212,8 +212,11 @@ func (s *shared) report(edge *lifecycle.Edge, mounts *layer.Mounts) {
 			attrs["layer"] = strings.Join(names, " ")
 		}
 		var hit []string
-		if e.kind == blobd.EventDegraded {
+		switch e.kind {
+		case blobd.EventDegraded:
 			hit = mounts.Lost(e.layers)
+		case blobd.EventComplete:
+			mounts.Renew(e.layers)
 		}
 		edge.Events().Append(&harenav1.Event{Kind: e.kind, Message: e.message, Attributes: attrs})
 		for _, id := range hit {

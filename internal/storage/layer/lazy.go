@@ -2,7 +2,6 @@ package layer
 
 import (
 	"context"
-	"errors"
 	"slices"
 
 	"github.com/harena-dev/harena/internal/errs"
@@ -20,7 +19,7 @@ type Blobs interface {
 
 // images finds the files of a layer: the metadata image, which is fetched whole if
 // need be, and for each data blob the local file, the one in a store that is
-// mounted directly, or one that Blobs serves.
+// mounted directly, or one that Blobs serves; lazy says that Blobs was asked.
 func (m *Mounts) images(ctx context.Context, l Layer) (img image, lazy bool, err error) {
 	s := m.store
 	if s.remote != nil && !s.local.has(l.Meta) {
@@ -63,7 +62,7 @@ func (m *Mounts) images(ctx context.Context, l Layer) (img image, lazy bool, err
 		err = errs.E(errs.Internal, "%d of %d data blobs of layer %s were attached", len(paths), len(far), l.Digest)
 	}
 	if err != nil {
-		return img, false, errors.Join(err, m.blobs.Detach(context.WithoutCancel(ctx), l.Digest))
+		return img, true, err // some may be attached
 	}
 	for i, p := range paths {
 		img.blobs[slots[i]] = p

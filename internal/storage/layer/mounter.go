@@ -188,11 +188,32 @@ func attach(mountFD int, dir string) error {
 	return nil
 }
 
+// moveMountBeneath is MOVE_MOUNT_BENEATH of linux/mount.h.
+const moveMountBeneath = 0x200
+
+// replaceMount puts a detached mount in the place of the one at dir. Who looks dir up finds one or the other: the new one
+// goes beneath the old one (move_mount(2), Linux 6.5), which then leaves.
+func replaceMount(fd int, dir string) error {
+	if err := unix.MoveMount(fd, "", unix.AT_FDCWD, dir, unix.MOVE_MOUNT_F_EMPTY_PATH|moveMountBeneath); err != nil {
+		return fmt.Errorf("move_mount beneath %s: %w", dir, err)
+	}
+	if err := unix.Unmount(dir, unix.MNT_DETACH|unix.UMOUNT_NOFOLLOW); err != nil {
+		return fmt.Errorf("unmount %s: %w", dir, err)
+	}
+	return nil
+}
+
 // detach unmounts dir, also when something is open below it, and removes the directory.
 func detach(dir string) error {
-	if err := unix.Unmount(dir, unix.MNT_DETACH|unix.UMOUNT_NOFOLLOW); err != nil &&
-		!errors.Is(err, unix.EINVAL) && !errors.Is(err, unix.ENOENT) {
-		return fmt.Errorf("unmount %s: %w", dir, err)
+	// More than one mount is there when this ended in the midst of replaceMount.
+	for {
+		err := unix.Unmount(dir, unix.MNT_DETACH|unix.UMOUNT_NOFOLLOW)
+		if errors.Is(err, unix.EINVAL) || errors.Is(err, unix.ENOENT) {
+			break
+		}
+		if err != nil {
+			return fmt.Errorf("unmount %s: %w", dir, err)
+		}
 	}
 	if err := os.Remove(dir); err != nil && !errors.Is(err, os.ErrNotExist) {
 		return err

@@ -221,15 +221,16 @@ func (m *Mounts) mount(ctx context.Context, d Digest, over bool) (lazy bool, err
 	if err != nil {
 		return false, err
 	}
-	img, lazy, err := m.images(ctx, l)
-	if err != nil {
-		return false, err
-	}
 	defer func() {
+		// What is mounted already needs its blobs.
 		if err != nil && lazy && !over {
 			err = errors.Join(err, m.blobs.Detach(context.WithoutCancel(ctx), d))
 		}
 	}()
+	img, lazy, err := m.images(ctx, l)
+	if err != nil {
+		return lazy, err
+	}
 	fd, err := mountImage(img, m.mode)
 	if err != nil {
 		return lazy, mountFault(d, err)
@@ -237,9 +238,7 @@ func (m *Mounts) mount(ctx context.Context, d Digest, over bool) (lazy bool, err
 	defer unix.Close(fd)
 	dir := m.path(d)
 	if over {
-		if err := detach(dir); err != nil {
-			return lazy, err
-		}
+		return lazy, replaceMount(fd, dir)
 	}
 	if err := os.Mkdir(dir, 0o700); err != nil && !errors.Is(err, os.ErrExist) {
 		return lazy, m.store.diskError(err)

@@ -238,7 +238,7 @@ func TestLeaks(t *testing.T) {
 	if leaks, err := m.Leaks(); err != nil || len(leaks) != 0 {
 		t.Fatalf("leaks of a healthy node: %v, %v", leaks, err)
 	}
-	if _, err := m.mount(context.Background(), d); err != nil { // a second mount over the first
+	if _, err := m.mount(context.Background(), d, false); err != nil { // a second mount over the first
 		t.Fatal(err)
 	}
 	other := filepath.Join(s.mounts, "other")
