@@ -14,9 +14,9 @@ func TestReadme(t *testing.T) {
 		t.Fatal(err)
 	}
 	wants := map[string][]string{
-		"cli": {"0\n", "out\n", "err\n", "exit status 3", "42\n", "begun\n", "exit status 124", "hello\n", "running", "sandbox.created", "clean"},
+		"cli":  {"0\n", "out\n", "err\n", "exit status 3", "42\n", "begun\n", "exit status 124", "hello\n", "running", "sandbox.created", "clean"},
 		"life": {"42\n", "sha256:", "stored of", "\n/srv\n", "[s] python3 answer.py", "answer:1"},
-		"api": {`"running"`, `"sandboxes"`},
+		"api":  {`"running"`, `"sandboxes"`},
 	}
 	if len(blocks) != len(wants) {
 		t.Errorf("%d tested blocks, %d are known here", len(blocks), len(wants))

@@ -68,7 +68,7 @@ func (r *sharedStore) publish(ctx context.Context, s *Store, l Layer, report *re
 	if report != nil {
 		report.start(PhaseStoring, "sending to the shared store", total)
 	}
-	suspect := false
+	var suspect bool
 	for range 2 {
 		suspect = false
 		for i, o := range l.Objects() {
