@@ -84,11 +84,11 @@ func TestCorruptBlobs(t *testing.T) {
 		spoil func(t *testing.T, r *remote, o Object)
 	}{
 		{"a bit of a frame", func(_ *testing.T, r *remote, _ Object) {
-			r.spoil = func(name string, off int64, p []byte) {
+			r.spoilWith(func(name string, off int64, p []byte) {
 				if strings.HasPrefix(name, "blobs/") && off == 0 {
 					p[len(p)/2] ^= 1
 				}
-			}
+			})
 		}},
 		{"a bit of the index", func(t *testing.T, r *remote, o Object) {
 			b, err := blob.ReadAll(t.Context(), r.store, blobName(o), 1<<30)
@@ -126,7 +126,7 @@ func TestCorruptBlobs(t *testing.T) {
 		t.Run(tt.name, func(t *testing.T) {
 			o := r.put(t, append(bytes.Clone(raw), byte(i)))
 			tt.spoil(t, r, o)
-			defer func() { r.spoil = nil }()
+			defer r.spoilWith(nil)
 			p := n.attach("layer-"+tt.name, o)
 			if got, err := os.ReadFile(p[0].Path); !errors.Is(err, unix.EIO) {
 				t.Errorf("read %d bytes, %v", len(got), err)

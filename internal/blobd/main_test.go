@@ -116,6 +116,13 @@ func newRemote(t testing.TB, latency time.Duration, rate int64) *remote {
 	return r
 }
 
+// spoilWith has f change what is sent, from now on.
+func (r *remote) spoilWith(f func(name string, off int64, p []byte)) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.spoil = f
+}
+
 func (r *remote) serve(w http.ResponseWriter, req *http.Request) {
 	name := strings.TrimPrefix(req.URL.Path, "/")
 	time.Sleep(r.latency)
