@@ -237,7 +237,7 @@ func (r *rig) start() {
 	r.t.Helper()
 	var err error
 	r.cfg.Journal = nil // of its own, as each supervisor has
-	if r.cfg.OpLog, err = oplog.Open(oplog.Config{Dir: filepath.Join(r.cfg.RecordDir, "log"), Header: &harenav1.LogHeader{SandboxId: sandboxID}}); err != nil {
+	if r.cfg.OpLog, err = oplog.Open(oplog.Config{Dir: filepath.Join(filepath.Dir(r.cfg.RecordDir), "log"), Header: &harenav1.LogHeader{SandboxId: sandboxID}}); err != nil {
 		r.t.Fatal(err)
 	}
 	s, err := New(r.cfg)
