@@ -51,7 +51,8 @@ func runBlobd(ctx context.Context, c blobd.Config, settings string) error {
 	}
 	// Attempts are repeated by the cache, which knows who waits, and tells of outages.
 	retry := blob.RetryPolicy{Attempts: 1}
-	store, err := blob.Open(ctx, c.Store, blob.Options{CredentialsFile: filepath.Join(c.Dir, storeCredentials), Retry: &retry})
+	// What it serves was found in the store.
+	store, err := blob.Open(ctx, c.Store, blob.Options{CredentialsFile: filepath.Join(c.Dir, storeCredentials), Retry: &retry, Known: true})
 	if err != nil {
 		return err
 	}

@@ -37,7 +37,9 @@ func openShared(ctx context.Context, c storeConfig, dir *datadir.Dir, log *slog.
 	if err != nil {
 		return nil, err
 	}
-	store, err := blob.Open(ctx, plainURL, blob.Options{CredentialsFile: filepath.Join(dir.Path(), storeCredentials)})
+	store, err := blob.Open(ctx, plainURL, blob.Options{
+		CredentialsFile: filepath.Join(dir.Path(), storeCredentials), Known: layer.KnowsStore(dir.Path(), plainURL),
+	})
 	if err != nil {
 		return nil, err
 	}

@@ -45,6 +45,76 @@ func TestStoreOutage(t *testing.T) {
 	n.event(EventRecovered)
 }
 
+// A store that is a directory goes away while a blob is read, with or without an empty mount point in its place: an outage,
+// which ends when it is back. A daemon that starts meanwhile is none the wiser.
+func TestStoreDirectoryAway(t *testing.T) {
+	r := newRemote(t, 0, 0)
+	dir := filepath.Join(t.TempDir(), "store")
+	if err := os.Mkdir(dir, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	store, err := blob.NewDir(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	n := startNode(t, r, func(c *Config) { c.Store = "file://" + dir })
+	for i, empty := range []bool{false, true} {
+		raw := content(8<<20, uint64(i))
+		o := r.put(t, raw)
+		if _, err := blob.PutCompressed(t.Context(), store, blobName(o), bytes.NewReader(raw), blob.CompressOptions{}); err != nil {
+			t.Fatal(err)
+		}
+		p := n.attach("layer-"+o.Digest, o)
+		f, err := os.Open(p[0].Path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer f.Close()
+		got := make([]byte, len(raw))
+		if _, err := f.ReadAt(got[:4096], 0); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.Rename(dir, dir+".away"); err != nil {
+			t.Fatal(err)
+		}
+		if empty {
+			if err := os.Mkdir(dir, 0o700); err != nil {
+				t.Fatal(err)
+			}
+		}
+		rest := make(chan error, 1)
+		go func() {
+			_, err := f.ReadAt(got[4096:], 4096)
+			rest <- err
+		}()
+		eventually(t, "the outage is noticed while a read waits", func() bool { s := n.status(); return s.Store.Out && s.Waiting > 0 })
+		if !empty {
+			kill(t, n.status().Pid)
+			eventually(t, "the next daemon notices", func() bool { s, err := n.client.Status(t.Context()); return err == nil && s.Store.Out && s.Takeover })
+		}
+		if err := os.RemoveAll(dir); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.Rename(dir+".away", dir); err != nil {
+			t.Fatal(err)
+		}
+		if err := <-rest; err != nil {
+			t.Errorf("empty %v: %v", empty, err)
+		}
+		if !bytes.Equal(got, raw) {
+			t.Errorf("empty %v: wrong content", empty)
+		}
+		eventually(t, "it answers", func() bool { return !n.status().Store.Out })
+	}
+	if e := n.event(EventOutage); len(e.Layers) != 1 {
+		t.Errorf("%+v", e)
+	}
+	n.event(EventRecovered)
+	if s := n.status(); s.Cache.FailedRead > 0 || s.Cache.Corrupt > 0 {
+		t.Errorf("%+v", s.Cache)
+	}
+}
+
 // The store dies in the middle of answers, again and again.
 func TestStoreCutsOff(t *testing.T) {
 	r := newRemote(t, 0, 0)

@@ -44,8 +44,14 @@ func TestMain(m *testing.M) {
 	if os.Args[1] == "hold" {
 		err = Hold(context.Background(), c)
 	} else {
+		var store blob.Store = &remoteStore{url: c.Store}
+		if strings.HasPrefix(c.Store, "file:") {
+			if store, err = blob.Open(context.Background(), c.Store, blob.Options{Known: true, Retry: &blob.RetryPolicy{}}); err != nil {
+				panic(err)
+			}
+		}
 		err = Run(context.Background(), Serve{
-			Config: c, Version: role, Settings: Launch{Config: c}.Settings(), Store: &remoteStore{url: c.Store},
+			Config: c, Version: role, Settings: Launch{Config: c}.Settings(), Store: store,
 			Holder: []string{"/proc/self/exe", "hold", os.Args[2]}, Log: slog.New(slog.NewTextHandler(os.Stderr, nil)),
 		})
 	}

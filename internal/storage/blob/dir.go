@@ -10,6 +10,7 @@ import (
 	"os"
 	"path"
 	"path/filepath"
+	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -32,6 +33,8 @@ const (
 type Dir struct {
 	path  string
 	calls chan struct{}
+	// known: there is something in it, so one that is empty is the mount point of a file system that is away.
+	known atomic.Bool
 }
 
 // NewDir returns the store in a directory, which must exist.
@@ -49,7 +52,47 @@ func NewDir(dir string) (*Dir, error) {
 	case !info.IsDir():
 		return nil, errs.E(errs.Invalid, "the store's directory %s is not a directory", dir)
 	}
-	return &Dir{dir, make(chan struct{}, maxDirCalls)}, nil
+	return newDir(dir), nil
+}
+
+// KnownDir is NewDir for a directory that was in use before: while it is not there, or empty, it is away, and every call
+// fails with a transient error.
+func KnownDir(dir string) (*Dir, error) {
+	if !filepath.IsAbs(dir) {
+		return nil, errs.E(errs.Invalid, "the store's directory %q is not absolute", dir)
+	}
+	d := newDir(dir)
+	d.known.Store(true)
+	return d, nil
+}
+
+func newDir(dir string) *Dir { return &Dir{path: dir, calls: make(chan struct{}, maxDirCalls)} }
+
+// away says that the directory is not there. That is no statement about objects, so it must not look like fs.ErrNotExist.
+func (d *Dir) away(why string) error {
+	return errs.E(errs.Internal, "the store's directory %s is away: %s", d.path, why).WithHint("is the file system that it is on mounted?")
+}
+
+// look fails when a known directory has become an empty mount point.
+func (d *Dir) look(root *os.Root) error {
+	if !d.known.Load() {
+		return nil
+	}
+	f, err := root.Open(".")
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	names, err := f.Readdirnames(2)
+	if err != nil && !errors.Is(err, io.EOF) {
+		return err
+	}
+	for _, n := range names {
+		if n != "lost+found" {
+			return nil
+		}
+	}
+	return d.away("it is empty")
 }
 
 // await runs a call that may hang, and gives it up when ctx ends.
@@ -96,12 +139,22 @@ func inRoot[T any](ctx context.Context, d *Dir, call func(*os.Root) (T, error), 
 	}
 	return await(ctx, d, func() (T, error) {
 		root, err := os.OpenRoot(d.path)
+		if gone(err) {
+			var none T
+			return none, d.away(err.Error())
+		}
 		if err != nil {
 			var none T
 			return none, errs.E(errs.Internal, "open the store's directory: %w", err)
 		}
 		defer root.Close()
-		return call(root)
+		v, err := call(root)
+		if gone(err) {
+			if e := d.look(root); e != nil {
+				err = e
+			}
+		}
+		return v, err
 	}, drop)
 }
 
@@ -277,6 +330,9 @@ func (d *Dir) Put(ctx context.Context, name string, r io.Reader) error {
 	}
 	part := partsDir + "/" + rand.Text()
 	f, err := inRoot(ctx, d, func(root *os.Root) (*os.File, error) {
+		if err := d.look(root); err != nil {
+			return nil, err
+		}
 		if err := root.Mkdir(partsDir, 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
 			return nil, err
 		}
@@ -296,6 +352,7 @@ func (d *Dir) Put(ctx context.Context, name string, r io.Reader) error {
 		d.discard(f, part)
 		return putDirError(name, err)
 	}
+	d.known.Store(true)
 	return nil
 }
 
@@ -401,7 +458,7 @@ func (d *Dir) Sweep(ctx context.Context, before time.Time) (int, error) {
 	return inRoot(ctx, d, func(root *os.Root) (int, error) {
 		parts, err := fs.ReadDir(root.FS(), partsDir)
 		if errors.Is(err, fs.ErrNotExist) {
-			return 0, nil
+			return 0, d.look(root)
 		}
 		if err != nil {
 			return 0, dirError(partsDir, err)

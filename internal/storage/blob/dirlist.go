@@ -20,6 +20,9 @@ func (d *Dir) List(ctx context.Context, prefix, after string, limit int) ([]Info
 		if err := l.walk(""); err != nil {
 			return nil, dirError(prefix, err)
 		}
+		if len(l.found) == 0 {
+			return nil, d.look(root)
+		}
 		return l.found, nil
 	}, nil)
 }

@@ -21,6 +21,8 @@ type Options struct {
 	Retry           *RetryPolicy // nil means DefaultRetry
 	Limits          Limits
 	Metrics         *Metrics // nil: not counted
+	// Known: the store was in use before. A directory that is not there, or empty, is then an outage, not a mistake.
+	Known bool
 }
 
 // Open returns the store that a URL names:
@@ -34,7 +36,7 @@ func Open(_ context.Context, rawURL string, o Options) (Store, error) {
 	if o.Retry != nil {
 		retry = *o.Retry
 	}
-	s, err := open(rawURL, retry, o.CredentialsFile)
+	s, err := open(rawURL, retry, o)
 	if err != nil {
 		return nil, err
 	}
@@ -46,7 +48,7 @@ func Open(_ context.Context, rawURL string, o Options) (Store, error) {
 	return WithRetry(s, retry), nil
 }
 
-func open(rawURL string, retry RetryPolicy, credentialsFile string) (Store, error) {
+func open(rawURL string, retry RetryPolicy, o Options) (Store, error) {
 	u, err := url.Parse(rawURL)
 	if err != nil {
 		return nil, badURL("store URL %q cannot be read", rawURL)
@@ -63,6 +65,9 @@ func open(rawURL string, retry RetryPolicy, credentialsFile string) (Store, erro
 		case u.RawQuery != "" || u.Fragment != "":
 			return nil, badURL("store URL %s has parameters, which file URLs do not", rawURL)
 		}
+		if o.Known {
+			return KnownDir(u.Path)
+		}
 		return NewDir(u.Path)
 	case "s3":
 		so, err := parseS3(u)
@@ -70,7 +75,7 @@ func open(rawURL string, retry RetryPolicy, credentialsFile string) (Store, erro
 			return nil, err
 		}
 		so.Retry = retry
-		if so.Credentials, err = LoadCredentials(credentialsFile); err != nil {
+		if so.Credentials, err = LoadCredentials(o.CredentialsFile); err != nil {
 			return nil, err
 		}
 		return NewS3(so)

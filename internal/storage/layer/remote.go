@@ -411,12 +411,22 @@ func (o *remoteObject) Close() error {
 	return nil
 }
 
+// greeting is the file which says that a node has left something of its own in a store.
+func greeting(layers, url string) string {
+	return filepath.Join(layers, "shared", "greeted-"+digestOf([]byte(url)).Hex()[:16])
+}
+
+// KnowsStore tells whether a node with that data directory has used the store of that URL before.
+func KnowsStore(dir, url string) bool {
+	_, err := os.Lstat(greeting(filepath.Join(dir, "layers"), url))
+	return err == nil
+}
+
 // confirm makes sure that what says "there is no such thing" is the store, and not
 // the empty directory on which it should be mounted: it must have what this
 // node once left there. Each time it finds that, the node is heard of again.
 func (r *sharedStore) confirm(ctx context.Context, s *Store) error {
-	id := digestOf([]byte(r.o.URL)).Hex()[:16]
-	marker := filepath.Join(s.dir, "shared", "greeted-"+id)
+	marker := greeting(s.dir, r.o.URL)
 	if _, err := os.Lstat(marker); err == nil {
 		info, err := r.store.Stat(ctx, r.nodeName())
 		if errs.Is(err, errs.NotFound) {
@@ -425,6 +435,8 @@ func (r *sharedStore) confirm(ctx context.Context, s *Store) error {
 		if err != nil || time.Since(info.Modified) < helloEvery {
 			return err
 		}
+	} else if err := r.expected(ctx, s); err != nil {
+		return err
 	}
 	if err := r.store.Put(ctx, r.nodeName(), strings.NewReader(time.Now().UTC().Format(time.RFC3339)+"\n")); err != nil {
 		if errs.Is(err, errs.NotFound) { // the store itself is not there
@@ -433,6 +445,32 @@ func (r *sharedStore) confirm(ctx context.Context, s *Store) error {
 		return err
 	}
 	return writeFile(s.tmp(), marker, []byte(r.o.URL+"\n"))
+}
+
+// expected refuses to begin with an empty store when this node remembers things of a store: a new URL may be that of the
+// directory on which the store should be mounted.
+func (r *sharedStore) expected(ctx context.Context, s *Store) error {
+	dir := filepath.Join(s.dir, "shared")
+	remembers := false
+	err := filepath.WalkDir(dir, func(_ string, e fs.DirEntry, err error) error {
+		if errors.Is(err, fs.ErrNotExist) {
+			return nil
+		}
+		if err == nil && e.Type().IsRegular() {
+			remembers = true
+			return fs.SkipAll
+		}
+		return err
+	})
+	if err != nil || !remembers {
+		return err
+	}
+	found, err := r.store.List(ctx, "", "", 1)
+	if err == nil && len(found) == 0 {
+		err = errs.E(errs.Precondition, "the shared store is empty, and this node remembers one that is not: is it mounted?").
+			WithHint("mount it; to begin with an empty store, end the node and remove %s, which forgets the names of the store before", dir)
+	}
+	return err
 }
 
 // CheckShared asks the shared store for something; nil without one, or when it answers.

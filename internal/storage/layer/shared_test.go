@@ -114,6 +114,46 @@ func TestSharedStoreAway(t *testing.T) {
 	importFiles(t, s, "y", Base, entry{"f", "new", 0})
 }
 
+// A node that remembers a store does not begin anew with an empty directory in its place, under whatever URL.
+func TestSharedStoreEmptyAtFirst(t *testing.T) {
+	ctx := context.Background()
+	data := t.TempDir()
+	open := func(store blob.Store, url string) *Store {
+		s, err := Open(data, Limits{}, WithShared(store, SharedOptions{Node: "aaaaaa", URL: url}))
+		if err != nil {
+			t.Fatal(err)
+		}
+		return s
+	}
+	full, empty := blob.NewMemory(), blob.NewMemory()
+	if KnowsStore(data, "test") {
+		t.Error("a store that nobody used is known")
+	}
+	s := open(full, "test")
+	l := importFiles(t, s, "x:1", Base, entry{"f", "one", 0}).Layer
+	if !KnowsStore(data, "test") || KnowsStore(data, "other") {
+		t.Error("it is not known which store was used")
+	}
+	s = open(empty, "other")
+	if err := s.CheckShared(ctx); errs.KindOf(err) != errs.Precondition {
+		t.Errorf("an empty store: %v", err)
+	}
+	in := bytes.NewReader(tarOf(t, entry{"f", "new", 0}))
+	if _, err := s.ImportTar(ctx, in, ImportOptions{Name: "y", Kind: Base}); errs.KindOf(err) != errs.Precondition {
+		t.Errorf("import into it: %v", err)
+	}
+	if got, err := s.Resolve(ctx, "", "x:1"); err != nil || got.Digest != l.Digest {
+		t.Errorf("what is known: %v, %v", got.Digest, err)
+	}
+	if found, err := empty.List(ctx, "", "", 10); err != nil || len(found) > 0 {
+		t.Errorf("it is not empty any more: %v, %v", found, err)
+	}
+	// The same store by another way.
+	if err := open(full, "other").CheckShared(ctx); err != nil {
+		t.Error(err)
+	}
+}
+
 // Collection in the shared store keeps what names and nodes reach, and what is young.
 func TestCollectShared(t *testing.T) {
 	ctx := context.Background()
