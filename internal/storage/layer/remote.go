@@ -211,10 +211,10 @@ func (r *sharedStore) lookUp(ctx context.Context, s *Store, ref Ref) (Digest, er
 	}
 	before, known := s.readTagFile(sharedTree, ref)
 	ask := ctx
-	if known == nil {
-		if r.outage() {
-			return before, nil
-		}
+	if known == nil && r.outage() {
+		return before, nil
+	}
+	if known == nil || r.outage() {
 		var cancel context.CancelFunc
 		ask, cancel = context.WithTimeout(ctx, hurry)
 		defer cancel()
