@@ -8,9 +8,11 @@ import (
 	"path/filepath"
 	"strings"
 	"sync"
+	"time"
 
 	harenav1 "github.com/harena-dev/harena/api/harena/v1"
 	"github.com/harena-dev/harena/internal/blobd"
+	"github.com/harena-dev/harena/internal/cgroup"
 	"github.com/harena-dev/harena/internal/edge/lifecycle"
 	"github.com/harena-dev/harena/internal/edge/lifecycle/datadir"
 	"github.com/harena-dev/harena/internal/errs"
@@ -23,6 +25,9 @@ type storeConfig struct {
 	url   string
 	cache int64 // bytes of DIR/cache/data; 0: the default
 }
+
+// blobdMemory of blobd is not reclaimed for sandboxes, which all wait for it: its program, heap and frames in memory (64 MiB).
+const blobdMemory = 128 << 20
 
 // shared is a node's side of a store that it shares with others.
 type shared struct {
@@ -51,7 +56,15 @@ func openShared(ctx context.Context, c storeConfig, dir *datadir.Dir, log *slog.
 	if direct != "" {
 		return s, nil
 	}
-	launch, err := blobdLaunch(blobd.Config{Dir: dir.Path(), Store: plainURL, CacheBytes: c.cache}, "", log.With("part", "blobd"), s.blobdEvent)
+	root, err := cgroup.Open("harena-" + string(dir.Edge()))
+	if err != nil {
+		return nil, err
+	}
+	group, err := root.Service(blobdMemory)
+	if err != nil {
+		return nil, err
+	}
+	launch, err := blobdLaunch(blobd.Config{Dir: dir.Path(), Store: plainURL, CacheBytes: c.cache}, group, log.With("part", "blobd"), s.blobdEvent)
 	if err != nil {
 		return nil, err
 	}
@@ -106,7 +119,7 @@ type lazyBlobs struct{ client *blobd.Client }
 func (l lazyBlobs) Attach(ctx context.Context, d layer.Digest, blobs []layer.Object) ([]string, error) {
 	in := make([]blobd.Object, len(blobs))
 	for i, b := range blobs {
-		in[i] = blobd.Object{Digest: b.Digest.Hex(), Size: b.Size}
+		in[i] = blobd.Object{Digest: b.Digest.Hex(), Size: b.Size, Root: b.Root}
 	}
 	found, err := l.client.Attach(ctx, d.Hex(), in)
 	if err != nil {
@@ -264,7 +277,15 @@ func (s *shared) checks(ctx context.Context, store *layer.Store) []*harenav1.Che
 			broken++
 		}
 	}
-	c.Detail = fmt.Sprintf("pid %d serves %d blobs of %d layers, %d reads wait for the store", st.Pid, lazy, len(st.Layers), st.Waiting)
+	c.Detail = fmt.Sprintf("pid %d serves %d blobs of %d layers, %d reads wait for the store; its cache has %d of %d MiB",
+		st.Pid, lazy, len(st.Layers), st.Waiting, st.Cache.Used>>20, st.Cache.Limit>>20)
+	if st.Store.Out {
+		c.Status, c.Hint = "degraded", "reads of what is not cached wait, then fail, until the store is back"
+		c.Detail += fmt.Sprintf("; the store has not answered since %s: %s", st.Store.Since.Format(time.RFC3339), st.Store.Error)
+	}
+	if st.HolderPid == 0 {
+		c.Status, c.Detail = "degraded", c.Detail+"; nobody holds its connection, so its death would be seen"
+	}
 	if broken > 0 {
 		c.Status, c.Detail = "degraded", fmt.Sprintf("%s; %d layers were lost and are mounted anew for new sandboxes", c.Detail, broken)
 	}

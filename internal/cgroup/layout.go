@@ -8,6 +8,7 @@
 // has is probed, never guessed from versions.
 //
 //	<cgroup2>/harena-<edge>/control       the supervisors
+//	                       /blobd         what serves layers of a remote store; v2: memory.min
 //	<cgroup2>/harena-<edge>/<ID>/         v2: memory.max, memory.swap.max, cpu.max
 //	                            /zygote  /files
 //	                            /work/    v2: pids.max

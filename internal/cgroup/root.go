@@ -7,6 +7,7 @@ import (
 	"os"
 	"path"
 	"slices"
+	"strconv"
 	"strings"
 	"time"
 
@@ -199,6 +200,28 @@ func enable(fs filesystem, dir string, controllers []string) error {
 	return err
 }
 
+// Service is the group of a process that serves all sandboxes. It is no child of theirs, so nothing that a sandbox
+// does to its own group reaches it, and so much of its memory is not reclaimed for others, where the kernel can
+// promise that (v2's memory.min, which the parent has to promise as well).
+func (r *Root) Service(keep int64) (string, error) {
+	dir := path.Join(r.dir, service)
+	if err := r.fs.mkdir(dir); err != nil {
+		return "", err
+	}
+	if slices.Contains(r.v2, memory) {
+		for _, d := range []string{r.dir, dir} {
+			// Not permitted in a subtree that was delegated without it: the service works all the same.
+			if err := r.fs.write(d+"/memory.min", strconv.FormatInt(keep, 10)); err != nil && !errors.Is(err, unix.EACCES) && !errors.Is(err, unix.EPERM) && !gone(err) {
+				return "", fmt.Errorf("keep memory of %s: %w", dir, err)
+			}
+		}
+	}
+	return dir, nil
+}
+
+// service is the name of the group of Service; no sandbox has it.
+const service = "blobd"
+
 // Control is the group of the supervisors.
 func (r *Root) Control() string { return r.dir + "/control" }
 
@@ -246,7 +269,7 @@ func (r *Root) Groups() ([]string, error) {
 	}
 	slices.Sort(ids)
 	ids = slices.Compact(ids)
-	return slices.DeleteFunc(ids, func(n string) bool { return n == path.Base(r.Control()) }), nil
+	return slices.DeleteFunc(ids, func(n string) bool { return n == path.Base(r.Control()) || n == service }), nil
 }
 
 func (r *Root) roots() []string {
@@ -261,10 +284,10 @@ func (r *Root) roots() []string {
 
 // Remove removes the edge's groups when nothing is in them.
 func (r *Root) Remove(ctx context.Context) error {
-	if err := Dir(r.Control()).Remove(ctx); err != nil {
+	err := errors.Join(Dir(r.Control()).Remove(ctx), Dir(path.Join(r.dir, service)).Remove(ctx))
+	if err != nil {
 		return err
 	}
-	var err error
 	for _, dir := range r.roots() {
 		err = errors.Join(err, r.fs.rmdir(dir))
 	}

@@ -70,15 +70,7 @@ func (x *Index) Digest() Sum { return Sum(x.footer[:sha256.Size]) }
 // the raw bytes and the frame size only, not on the compressor. Whoever knows it
 // can trust every frame of a store that is not trusted, without reading the whole.
 func (x *Index) Root() Sum {
-	h := sha256.New()
-	var b [12]byte
-	binary.LittleEndian.PutUint64(b[:], uint64(x.rawSize))
-	binary.LittleEndian.PutUint32(b[8:], uint32(x.frameSize))
-	h.Write(b[:])
-	for i := range x.Frames() {
-		h.Write(x.entries[i*entrySize+4 : (i+1)*entrySize])
-	}
-	return sum(h)
+	return rootOf(x.rawSize, x.frameSize, x.Frames(), func(i int) []byte { return x.entries[i*entrySize+4 : (i+1)*entrySize] })
 }
 
 // Frames is how many frames there are.

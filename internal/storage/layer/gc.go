@@ -269,7 +269,7 @@ func (g *gcRun) sweepObjects(ctx context.Context) error {
 		return err
 	}
 	err := g.s.local.list(ctx, func(d Digest) bool { return g.named[sumOf(d)] }, func(d Digest, size int64, _ time.Time) error {
-		if step = append(step, Object{d, size}); len(step) < gcStep {
+		if step = append(step, Object{Digest: d, Size: size}); len(step) < gcStep {
 			return nil
 		}
 		return flush()

@@ -77,6 +77,9 @@ func ParseKind(s string) (Kind, error) {
 type Object struct {
 	Digest Digest `json:"digest"`
 	Size   int64  `json:"size"`
+	// Root, of a data blob, is blob.Index.Root in hexadecimal: with it each frame that a store gives can be checked, not only
+	// the whole. Manifests of older versions have none.
+	Root string `json:"root,omitempty"`
 }
 
 // ImageConfig is what an image asks of a sandbox made from it.
@@ -153,6 +156,9 @@ func (m *Manifest) check() error {
 		}
 		if o.Size < 0 {
 			return errs.E(errs.Invalid, "object %s has %d bytes", o.Digest, o.Size)
+		}
+		if o.Root != "" && !hexPattern.MatchString(o.Root) {
+			return errs.E(errs.Invalid, "%.80q is not the root of an index", o.Root)
 		}
 	}
 	for _, d := range m.Parents {

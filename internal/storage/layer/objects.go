@@ -9,7 +9,10 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"sync"
 	"time"
+
+	"github.com/harena-dev/harena/internal/storage/blob"
 )
 
 // objects keeps immutable bytes under their SHA-256.
@@ -152,10 +155,39 @@ func walkFanOut(ctx context.Context, dir, ext string, f func(Digest, fs.DirEntry
 
 // hashFile returns a file's digest and size, in constant memory.
 func hashFile(ctx context.Context, f io.ReadSeeker, progress func(n int64)) (Object, error) {
-	if _, err := f.Seek(0, io.SeekStart); err != nil {
+	h := sha256.New()
+	n, err := readThrough(ctx, h, f, progress)
+	if err != nil {
 		return Object{}, err
 	}
-	h := sha256.New()
+	return Object{Digest: sumDigest(h.Sum(nil)), Size: n}, nil
+}
+
+// hashBlob is hashFile for a data blob: with the root.
+func hashBlob(ctx context.Context, f io.ReadSeeker, progress func(n int64)) (Object, error) {
+	h, root := sha256.New(), blob.NewRootHash()
+	n, err := readThrough(ctx, writeFunc(func(p []byte) (int, error) {
+		var wg sync.WaitGroup
+		wg.Go(func() { _, _ = root.Write(p) })
+		n, err := h.Write(p)
+		wg.Wait()
+		return n, err
+	}), f, progress)
+	if err != nil || n == 0 {
+		return Object{Digest: sumDigest(h.Sum(nil))}, err
+	}
+	return Object{Digest: sumDigest(h.Sum(nil)), Size: n, Root: root.Root().String()}, nil
+}
+
+// writeFunc is a writer made of a function.
+type writeFunc func(p []byte) (int, error)
+
+func (f writeFunc) Write(p []byte) (int, error) { return f(p) }
+
+func readThrough(ctx context.Context, h io.Writer, f io.ReadSeeker, progress func(n int64)) (int64, error) {
+	if _, err := f.Seek(0, io.SeekStart); err != nil {
+		return 0, err
+	}
 	n, err := io.CopyBuffer(h, readFunc(func(p []byte) (int, error) {
 		if err := ctx.Err(); err != nil {
 			return 0, err
@@ -167,9 +199,9 @@ func hashFile(ctx context.Context, f io.ReadSeeker, progress func(n int64)) (Obj
 		return n, err
 	}), make([]byte, 1<<20))
 	if err != nil {
-		return Object{}, fmt.Errorf("hash: %w", err)
+		return 0, fmt.Errorf("hash: %w", err)
 	}
-	return Object{Digest: sumDigest(h.Sum(nil)), Size: n}, nil
+	return n, nil
 }
 
 // readFunc is a reader made of a function.

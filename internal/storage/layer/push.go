@@ -78,9 +78,10 @@ func (r *sharedStore) publish(ctx context.Context, s *Store, l Layer, report *re
 			}
 			suspect = suspect || old
 		}
-		b, err := l.Manifest.encode()
+		// As it was read: a newer version may have written more into it than this one knows.
+		b, err := os.ReadFile(s.manifestPath(l.Digest))
 		if err != nil {
-			return err
+			return s.diskError(err)
 		}
 		// Also when it is there: that makes it young.
 		if err := r.putBytes(ctx, manifestName(l.Digest), b); err != nil {

@@ -290,7 +290,7 @@ func (g *sharedGC) sweepObjects(ctx context.Context, prefix string) error {
 		if !ok || g.named[d] || i.Modified.After(g.before) {
 			return nil
 		}
-		g.plan.Objects = append(g.plan.Objects, Object{d, i.Size})
+		g.plan.Objects = append(g.plan.Objects, Object{Digest: d, Size: i.Size})
 		g.plan.Bytes += i.Size
 		if step = append(step, i.Name); len(step) < deleteStep {
 			return nil

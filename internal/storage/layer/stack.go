@@ -274,10 +274,23 @@ func (o *OpenLayers) describe(m *Manifest, res *erofs.Result) {
 	m.Extra, m.ExtraUsed, m.ExtraIndex = nil, nil, nil
 	for i, b := range res.Extra {
 		m.Schema = schemaExtra
-		m.Extra = append(m.Extra, Object{Digest(digestPrefix + b.Name), b.Size})
+		m.Extra = append(m.Extra, o.object(b))
 		m.ExtraUsed = append(m.ExtraUsed, res.ExtraUsed[i])
 		m.ExtraIndex = append(m.ExtraIndex, o.index[b.Name])
 	}
+}
+
+// object returns a blob as the manifests of the layers name it.
+func (o *OpenLayers) object(b *erofs.Blob) Object {
+	out := Object{Digest: Digest(digestPrefix + b.Name), Size: b.Size}
+	for _, l := range o.layers {
+		for _, x := range l.Blobs() {
+			if x.Digest == out.Digest && x.Root != "" {
+				out.Root = x.Root
+			}
+		}
+	}
+	return out
 }
 
 // lateObject opens an object when it is first read.

@@ -100,7 +100,11 @@ func (s *Store) sealImage(ctx context.Context, g *staged, res *erofs.Result, rep
 	defer wg.Wait()
 	for _, f := range files {
 		var err error
-		if *f.as, err = hashFile(ctx, f.file, func(n int64) { report.add(PhaseStoring, n, total) }); err != nil {
+		hash := hashFile
+		if f.as == &m.Blob {
+			hash = hashBlob
+		}
+		if *f.as, err = hash(ctx, f.file, func(n int64) { report.add(PhaseStoring, n, total) }); err != nil {
 			return err
 		}
 		g.sealed = append(g.sealed, sealedFile{f.as.Digest, f.file.Name()})

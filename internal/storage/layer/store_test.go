@@ -67,7 +67,7 @@ func TestParseRef(t *testing.T) {
 
 func TestManifestIsDeterministic(t *testing.T) {
 	m := Manifest{
-		Schema: schema, Kind: Base, Meta: Object{Digest(digestPrefix + strings.Repeat("1", 64)), 1}, Blob: Object{Digest(digestPrefix + strings.Repeat("2", 64)), 2},
+		Schema: schema, Kind: Base, Meta: Object{Digest: Digest(digestPrefix + strings.Repeat("1", 64)), Size: 1}, Blob: Object{Digest: Digest(digestPrefix + strings.Repeat("2", 64)), Size: 2},
 		Source: "a<b>&c", Config: ImageConfig{Labels: map[string]string{"z": "1", "a": "2", "m": "3"}},
 	}
 	first, err := m.encode()
@@ -315,7 +315,7 @@ func TestGarbage(t *testing.T) {
 	}
 	want := []Digest{gone.Digest, shared.Digest}
 	slices.Sort(want)
-	if !slices.Equal(plan.Layers, want) || len(plan.Objects) != 1 || plan.Objects[0] != gone.Blob || plan.Bytes != gone.Blob.Size { // metadata does not differ
+	if !slices.Equal(plan.Layers, want) || len(plan.Objects) != 1 || plan.Objects[0].Digest != gone.Blob.Digest || plan.Bytes != gone.Blob.Size { // metadata does not differ
 		t.Errorf("plan %+v", plan)
 	}
 	if _, err := s.Load(gone.Digest); err != nil {
