@@ -7,6 +7,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"syscall"
@@ -65,7 +66,10 @@ func (n *storeNode) start() {
 // try runs the CLI against the node.
 func (n *storeNode) try(args ...string) (string, error) {
 	ctx := within(n.t, 2*time.Minute)
-	out, err := exec.CommandContext(ctx, program("harena"), append([]string{"--profile", filepath.Join(n.dir, "client.json")}, args...)...).CombinedOutput()
+	cmd := exec.CommandContext(ctx, program("harena"), append([]string{"--profile", filepath.Join(n.dir, "client.json")}, args...)...)
+	// The server that the suite runs against, if that is named, is another one.
+	cmd.Env = slices.DeleteFunc(os.Environ(), func(v string) bool { return strings.HasPrefix(v, "HARENA_URL=") || strings.HasPrefix(v, "HARENA_TOKEN=") })
+	out, err := cmd.CombinedOutput()
 	return string(out), err
 }
 

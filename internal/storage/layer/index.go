@@ -492,6 +492,7 @@ func (s *Store) List(ctx context.Context, o ListOptions) (page []Listed, _ bool,
 		return nil, false, err
 	}
 	s.refreshNames(ctx, o.Project)
+	limit := o.Limit
 	for {
 		found, more, err := s.listPage(ctx, o)
 		if err != nil {
@@ -506,10 +507,10 @@ func (s *Store) List(ctx context.Context, o ListOptions) (page []Listed, _ bool,
 				page = append(page, l)
 			}
 		}
-		if !more || len(page) >= o.Limit {
+		if !more || len(page) >= limit {
 			return page, more, nil
 		}
-		o.Limit -= len(page)
+		o.Limit = limit - len(page)
 	}
 }
 
