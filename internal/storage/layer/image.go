@@ -132,6 +132,7 @@ func (s *Store) importImage(ctx context.Context, img *oci.Image, o ImportOptions
 	}()
 	for i := range plan.Groups() {
 		part := o
+		part.piece, part.pieces = i, plan.Groups()
 		if i < plan.Groups()-1 {
 			part.Config = ImageConfig{} // the topmost piece speaks for the image
 		}

@@ -568,3 +568,37 @@ func TestImportDockerArchive(t *testing.T) {
 		t.Errorf("left in tmp: %v", tmp)
 	}
 }
+
+// Pieces that have content in common are the same layers when nothing changed.
+func TestPiecesImportedAgain(t *testing.T) {
+	s := openStore(t, t.TempDir())
+	rnd := rand.New(rand.NewSource(1))
+	random := func(n int) string {
+		b := make([]byte, n)
+		rnd.Read(b)
+		return string(b)
+	}
+	reg := func(n, content string) tarEntry {
+		return tarEntry{tar.Header{Name: n, Typeflag: tar.TypeReg, Mode: 0o644}, content}
+	}
+	both := random(8192)
+	img := imageOf(t, [][]byte{
+		tarLayer(t, []tarEntry{reg("a", random(40960)), reg("both", both)}),
+		tarLayer(t, []tarEntry{reg("b", random(409600)), reg("again", both)}),
+	}, v1.Config{})
+	raw := layoutTar(t, img)
+	var digests []Digest
+	for range 2 {
+		im, err := s.ImportArchive(context.Background(), bytes.NewReader(raw), oci.Layout, "", ImportOptions{Name: "x", Kind: Base, Collapse: 1})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if len(im.Layer.Parents) != 1 {
+			t.Fatalf("%d layers below", len(im.Layer.Parents))
+		}
+		digests = append(digests, im.Layer.Digest)
+	}
+	if digests[0] != digests[1] {
+		t.Error("an image that did not change is another layer")
+	}
+}

@@ -46,6 +46,8 @@ type ImportOptions struct {
 	// points at now, if it points at anything. An import that changes nothing gives
 	// that very layer.
 	Against string
+	// piece of pieces, lowest first, is what is imported of a large base.
+	piece, pieces int
 	// Progress, when set, is called from the importing goroutine, at most every 100 ms within a phase.
 	Progress func(Progress)
 }

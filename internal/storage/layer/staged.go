@@ -5,6 +5,7 @@ import (
 	"errors"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 
@@ -133,6 +134,12 @@ func (s *Store) openAgainst(ctx context.Context, ref Ref, o ImportOptions) (*Ope
 			return nil, nil //nolint:nilerr // nothing there, or nothing usable: a new layer stands by itself
 		}
 		add(l)
+		// Content that several pieces have is referred to where it was before: then a piece that did not change is the very
+		// same layer. The last of ds is looked in first.
+		if o.pieces == len(ds) {
+			was := ds[o.piece]
+			ds = append(slices.Delete(ds, o.piece, o.piece+1), was)
+		}
 	}
 	for name := range strings.SplitSeq(o.Against, ",") {
 		if o.Against == "" {
