@@ -68,7 +68,9 @@ func (n *storeNode) try(args ...string) (string, error) {
 	ctx := within(n.t, 2*time.Minute)
 	cmd := exec.CommandContext(ctx, program("harena"), append([]string{"--profile", filepath.Join(n.dir, "client.json")}, args...)...)
 	// The server that the suite runs against, if that is named, is another one.
-	cmd.Env = slices.DeleteFunc(os.Environ(), func(v string) bool { return strings.HasPrefix(v, "HARENA_URL=") || strings.HasPrefix(v, "HARENA_TOKEN=") })
+	cmd.Env = slices.DeleteFunc(os.Environ(), func(v string) bool {
+		return strings.HasPrefix(v, "HARENA_URL=") || strings.HasPrefix(v, "HARENA_TOKEN=")
+	})
 	out, err := cmd.CombinedOutput()
 	return string(out), err
 }
