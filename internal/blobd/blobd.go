@@ -7,8 +7,8 @@
 // is fetched from the store, verified and kept in DIR/cache/data.
 //
 // A small process beside it (the holder, `harena blobd hold`) keeps a descriptor of the connection to the kernel. When the daemon dies, readers
-// wait; a successor gets the descriptor from the holder and has the kernel send again what was not answered. When no daemon has
-// served for Config.Patience, the holder ends the connection: readers get EIO. A later daemon makes a new one, and
+// wait; a successor gets the descriptor from the holder and has the kernel send again what was not answered. The node starts
+// the successor, or the holder when the node is gone, too. When no daemon has served for Config.Patience, the holder ends the connection: readers get EIO. A later daemon makes a new one, and
 // reports layers that were attached to the old one as degraded: what is mounted from them stays broken, and mounts made
 // after a new Attach work. When the holder dies, the daemon starts another.
 //

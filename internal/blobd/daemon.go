@@ -246,7 +246,7 @@ func (d *daemon) degraded() []string {
 
 // beat tells the holder that this daemon serves, as long as it does, and replaces a holder that is gone.
 func (d *daemon) beat() {
-	for range time.Tick(min(beatEvery, d.s.Patience/5)) {
+	for range time.Tick(beatInterval(d.s.Patience)) {
 		d.mu.Lock()
 		server, conn, closing := d.server, d.conn, d.closing
 		d.mu.Unlock()

@@ -37,7 +37,8 @@ type note struct {
 
 const beatEvery = time.Second
 
-// holder keeps a connection to the kernel while daemons come and go. It does nothing else, so that nothing makes it end.
+// holder keeps a connection to the kernel while daemons come and go, and starts one when nobody else does (successor.go). It does
+// nothing else, so that nothing makes it end.
 type holder struct {
 	patience time.Duration
 
@@ -45,9 +46,15 @@ type holder struct {
 	fd     int // -1: none
 	params fuseblob.Params
 	served *net.UnixConn // the daemon that serves
-	peer   int           // pidfd of it
-	beat   time.Time     // when one last said that it serves
-	ended  chan struct{}
+	peer   int           // pidfd of it, or of the last one
+	// beat is when one last said that it serves. Asking for the connection is not enough: daemons that end at once would have readers wait for ever.
+	beat  time.Time
+	ended chan struct{}
+
+	program   *program // of the last one
+	successor *successor
+	nextStart time.Time     // zero: none is missing
+	backoff   time.Duration // until the start after the next
 }
 
 // Hold is the holder's process: it returns when a daemon says so, when no daemon came in time, or when none has served for the
@@ -60,6 +67,7 @@ func Hold(ctx context.Context, c Config) error {
 	}
 	defer l.Close()
 	h := &holder{patience: c.Patience, fd: -1, peer: -1, beat: time.Now(), ended: make(chan struct{})}
+	h.backoff = h.firstBackoff()
 	defer h.release()
 	go func() {
 		for {
@@ -77,8 +85,10 @@ func Hold(ctx context.Context, c Config) error {
 		case <-ctx.Done():
 			return ctx.Err()
 		case <-h.ended:
+			h.recall()
 			return nil
-		case <-watch.C:
+		case now := <-watch.C:
+			h.succeed(now)
 			if h.expired() {
 				return errs.E(errs.Timeout, "no daemon has served for %v: readers get EIO", c.Patience)
 			}
@@ -86,11 +96,19 @@ func Hold(ctx context.Context, c Config) error {
 	}
 }
 
+func (h *holder) firstBackoff() time.Duration { return min(firstBackoff, h.patience/4) }
+
+func beatInterval(patience time.Duration) time.Duration { return min(beatEvery, patience/5) }
+
 // expired tells whether patience has run out. A daemon that is there and does not serve is killed then: it has a descriptor, too.
 func (h *holder) expired() bool {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	if time.Since(h.beat) < h.patience {
+	limit := h.patience
+	if h.served != nil {
+		limit += 3 * beatInterval(h.patience) // it may have come a moment ago
+	}
+	if time.Since(h.beat) < limit {
 		return false
 	}
 	if h.peer >= 0 {
@@ -103,6 +121,8 @@ func (h *holder) expired() bool {
 func (h *holder) release() {
 	h.mu.Lock()
 	defer h.mu.Unlock()
+	h.program.close()
+	h.program = nil
 	for _, fd := range []*int{&h.fd, &h.peer} {
 		if *fd >= 0 {
 			_ = unix.Close(*fd)
@@ -130,10 +150,6 @@ func (h *holder) gone(conn *net.UnixConn) {
 	defer h.mu.Unlock()
 	if h.served == conn {
 		h.served = nil
-		if h.peer >= 0 {
-			_ = unix.Close(h.peer)
-			h.peer = -1
-		}
 	}
 }
 
@@ -158,12 +174,12 @@ func (h *holder) handle(conn *net.UnixConn, n note, fd int) error {
 		if h.fd >= 0 {
 			_ = unix.Close(h.fd)
 		}
-		h.fd, h.params = fd, n.Params
+		h.fd, h.params, h.beat = fd, n.Params, time.Now()
 		h.serving(conn)
 		return send(conn, note{Say: sayNone, Pid: os.Getpid()}, -1)
 	case sayBeat:
 		if h.served == conn {
-			h.beat = time.Now()
+			h.beat, h.backoff = time.Now(), h.firstBackoff()
 		}
 	case sayDrop:
 		select {
@@ -180,7 +196,7 @@ func (h *holder) serving(conn *net.UnixConn) {
 	if h.served == conn {
 		return
 	}
-	h.served, h.beat = conn, time.Now()
+	h.served = conn
 	if h.peer >= 0 {
 		_ = unix.Close(h.peer)
 		h.peer = -1
@@ -191,11 +207,28 @@ func (h *holder) serving(conn *net.UnixConn) {
 	}
 	_ = raw.Control(func(fd uintptr) {
 		if cred, err := unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED); err == nil {
-			if p, err := unix.PidfdOpen(int(cred.Pid), 0); err == nil {
-				h.peer = p
-			}
+			h.met(int(cred.Pid))
 		}
 	})
+}
+
+// met notes who serves; mu is held.
+func (h *holder) met(pid int) {
+	if s := h.successor; s != nil && s.cmd.Process.Pid == pid {
+		h.successor = nil
+	}
+	pidfd, err := unix.PidfdOpen(pid, 0)
+	if err != nil {
+		return
+	}
+	h.peer = pidfd
+	p, err := programOf(pid, pidfd)
+	if err != nil {
+		fmt.Fprintln(os.Stderr, "the holder cannot tell how to start blobd again:", err)
+		return
+	}
+	h.program.close()
+	h.program = p
 }
 
 func send(conn *net.UnixConn, n note, fd int) error {

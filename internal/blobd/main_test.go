@@ -31,6 +31,12 @@ import (
 // The test binary is daemon and holder, too.
 const roleVar = "HARENA_TEST_BLOBD"
 
+// Files in a data directory that make daemons end: at once, or when they have asked for the connection.
+const (
+	refuse = "refuse"
+	crash  = "crash"
+)
+
 func TestMain(m *testing.M) {
 	role := os.Getenv(roleVar)
 	if role == "" {
@@ -41,9 +47,22 @@ func TestMain(m *testing.M) {
 		panic(err)
 	}
 	var err error
-	if os.Args[1] == "hold" {
+	switch os.Args[1] {
+	case "hold":
 		err = Hold(context.Background(), c)
-	} else {
+	case "node": // starts a daemon and keeps it running until it is killed
+		if _, err = Start(context.Background(), (&node{}).launchOf(c, role)); err == nil {
+			fmt.Println("started")
+			select {}
+		}
+	default:
+		if _, err := os.Stat(filepath.Join(c.Dir, refuse)); err == nil {
+			os.Exit(1)
+		}
+		if _, err := os.Stat(filepath.Join(c.Dir, crash)); err == nil {
+			(&holding{config: c}).take()
+			os.Exit(1)
+		}
 		var store blob.Store = &remoteStore{url: c.Store}
 		if strings.HasPrefix(c.Store, "file:") {
 			if store, err = blob.Open(context.Background(), c.Store, blob.Options{Known: true, Retry: &blob.RetryPolicy{}}); err != nil {

@@ -94,10 +94,11 @@ func shutdown(ctx context.Context, c Config) error {
 		}
 		failed = append(failed, endProcess(h.Pid, leaveTime))
 	}
-	if pid := lockedBy(c); pid > 0 { // it hangs
+	failed = append(failed, dismissHolder(c)) // before its daemon: it would start another
+	if pid := lockedBy(c); pid > 0 {          // it hangs
 		failed = append(failed, endProcess(pid, 0))
 	}
-	failed = append(failed, dismissHolder(c), unmountAll(c.mountPoint()))
+	failed = append(failed, unmountAll(c.mountPoint()))
 	for _, name := range []string{c.socket(), c.holderSocket(), c.stateFile()} {
 		if err := os.Remove(name); err != nil && !errors.Is(err, os.ErrNotExist) {
 			failed = append(failed, err)
@@ -122,12 +123,17 @@ func (l Launch) Settings() string {
 	return string(b)
 }
 
+// wanted tells whether a daemon is as one that this keeper would start.
+func (k *keeper) wanted(h helloAnswer) bool {
+	return h.Protocol == protocol && h.Version == k.launch.Version && h.Settings == k.launch.Settings()
+}
+
 // ensure returns when a daemon with our settings answers.
 func (k *keeper) ensure(ctx context.Context) error {
 	k.starting.Lock()
 	defer k.starting.Unlock()
 	h, err := k.control.hello(ctx)
-	if err == nil && h.Protocol == protocol && h.Version == k.launch.Version && h.Settings == k.launch.Settings() {
+	if err == nil && k.wanted(h) {
 		return nil
 	}
 	if err == nil {
@@ -142,7 +148,7 @@ func (k *keeper) ensure(ctx context.Context) error {
 	}
 	// Whoever holds the lock does not answer: it is starting, ending, or hangs.
 	for end := time.Now().Add(leaveTime); lockedBy(k.launch.Config) > 0; time.Sleep(retryEvery) {
-		if h, err := k.control.hello(ctx); err == nil && h.Version == k.launch.Version && h.Settings == k.launch.Settings() {
+		if h, err := k.control.hello(ctx); err == nil && k.wanted(h) {
 			return nil
 		}
 		if time.Now().After(end) {
@@ -179,11 +185,17 @@ func (k *keeper) spawn(ctx context.Context) error {
 	go func() { ended <- cmd.Wait() }() // reaps it, whenever that is
 	deadline := time.After(startTime)
 	for {
-		if h, err := k.control.hello(ctx); err == nil && h.Pid == cmd.Process.Pid {
+		if h, err := k.control.hello(ctx); err == nil && k.wanted(h) {
+			if h.Pid != cmd.Process.Pid { // the holder has started one, too
+				_ = cmd.Process.Kill()
+			}
 			return nil
 		}
 		select {
 		case err := <-ended:
+			if lockedBy(k.launch.Config) > 0 { // as above; it is about to answer
+				break
+			}
 			return errs.E(errs.Precondition, "blobd ended: %v", err).WithHint("%s says why", k.launch.logFile())
 		case <-deadline:
 			_ = cmd.Process.Kill()

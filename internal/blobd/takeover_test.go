@@ -34,7 +34,7 @@ func kill(t testing.TB, pid int) {
 // Readers under a daemon that is killed at random moments finish with the right content.
 func TestKilledInMidRead(t *testing.T) {
 	r := newRemote(t, 2*time.Millisecond, 0)
-	n := startNode(t, r, func(c *Config) { c.CacheBytes = 24 << 20 }) // evicts as well: there is always something to fetch
+	n := startNode(t, r, func(c *Config) { c.CacheBytes, c.Patience = 24<<20, time.Minute }) // evicts as well: there is always something to fetch
 	n.needResend()
 	img := newImage(t, r, 12, 4<<20)
 	dir := img.mount(t, n.attach("layer", img.blob)[0].Path, "directio")
@@ -137,13 +137,15 @@ func TestPatienceEnds(t *testing.T) {
 	dir := img.mount(t, n.attach("layer", img.blob)[0].Path)
 	holder := n.status().HolderPid
 	pid := n.status().Pid
-	n.client.Close() // nobody starts another
+	n.client.Close() // only the holder starts another
+	n.mark(refuse)
 	kill(t, pid)
 	err := img.readAll(dir)
 	if !errors.Is(err, unix.EIO) {
 		t.Fatalf("read without a daemon: %v", err)
 	}
 	eventually(t, "the holder ends", func() bool { return syscall.Kill(holder, 0) != nil })
+	n.unmark(refuse)
 	n.start()
 	if e := n.event(EventDegraded); len(e.Layers) != 1 || e.Layers[0] != "layer" {
 		t.Errorf("degraded: %+v", e)
