@@ -37,10 +37,6 @@ func (s *Store) Push(ctx context.Context, project, ref string, progress func(Pro
 	return l, s.point(ctx, r, l, report)
 }
 
-// refreshAge is the age from which an object that is found in the store is
-// suspected of being about to be collected.
-const refreshAge = minGrace / 2
-
 // publish makes the shared store have a layer: parents, objects, then the
 // manifest. What an interrupted call has sent is not sent again.
 func (r *sharedStore) publish(ctx context.Context, s *Store, l Layer, report *reporter) error {
@@ -57,8 +53,17 @@ func (r *sharedStore) publish(ctx context.Context, s *Store, l Layer, report *re
 	if err := r.confirm(ctx, s); err != nil {
 		return r.failed(what, err)
 	}
-	// First of all, so that a collection on another node keeps what is found.
-	if err := r.putBytes(ctx, r.useName(l.Digest), nil); err != nil {
+	// As it was read: a newer version may have written more into it than this one knows.
+	manifest, err := os.ReadFile(s.manifestPath(l.Digest))
+	if err != nil {
+		return s.diskError(err)
+	}
+	// First of all, so that a collection on another node keeps what is found: it learns from the use what the layer needs.
+	// One that has not seen it, and may be about to remove what is found, is waited for.
+	if err := r.putBytes(ctx, r.useName(l.Digest), manifest); err != nil {
+		return r.failed(what, err)
+	}
+	if err := r.awaitSteps(ctx); err != nil {
 		return r.failed(what, err)
 	}
 	var total int64
@@ -68,28 +73,14 @@ func (r *sharedStore) publish(ctx context.Context, s *Store, l Layer, report *re
 	if report != nil {
 		report.start(PhaseStoring, "sending to the shared store", total)
 	}
-	var suspect bool
-	for range 2 {
-		suspect = false
-		for i, o := range l.Objects() {
-			old, err := r.putObject(ctx, s, o, i > 0 && i <= 1+len(l.Extra), report, total)
-			if err != nil {
-				return r.failed(what, err)
-			}
-			suspect = suspect || old
-		}
-		// As it was read: a newer version may have written more into it than this one knows.
-		b, err := os.ReadFile(s.manifestPath(l.Digest))
-		if err != nil {
-			return s.diskError(err)
-		}
-		// Also when it is there: that makes it young.
-		if err := r.putBytes(ctx, manifestName(l.Digest), b); err != nil {
+	for i, o := range l.Objects() {
+		if err := r.putObject(ctx, s, o, i > 0 && i <= 1+len(l.Extra), report, total); err != nil {
 			return r.failed(what, err)
 		}
-		if !suspect {
-			break
-		} // Something old was found, and a collection may have taken it before it saw the use: look again.
+	}
+	// Also when it is there: that makes it young.
+	if err := r.putBytes(ctx, manifestName(l.Digest), manifest); err != nil {
+		return r.failed(what, err)
 	}
 	r.worked()
 	r.mu.Lock()
@@ -99,8 +90,8 @@ func (r *sharedStore) publish(ctx context.Context, s *Store, l Layer, report *re
 	return nil
 }
 
-// putObject makes the store have an object; old says that it was there for long.
-func (r *sharedStore) putObject(ctx context.Context, s *Store, o Object, data bool, report *reporter, total int64) (old bool, err error) {
+// putObject makes the store have an object.
+func (r *sharedStore) putObject(ctx context.Context, s *Store, o Object, data bool, report *reporter, total int64) error {
 	name := blobName(o.Digest)
 	raw := data && r.o.Direct != ""
 	if raw {
@@ -111,27 +102,27 @@ func (r *sharedStore) putObject(ctx context.Context, s *Store, o Object, data bo
 		if report != nil {
 			report.add(PhaseStoring, o.Size, total)
 		}
-		return time.Since(info.Modified) > refreshAge, nil
+		return nil
 	}
 	if err != nil && !errs.Is(err, errs.NotFound) {
-		return false, err
+		return err
 	}
 	f, err := s.local.open(o.Digest)
 	if errors.Is(err, fs.ErrNotExist) {
-		return false, errs.E(errs.Precondition, "neither this node nor the shared store has object %s", o.Digest).
+		return errs.E(errs.Precondition, "neither this node nor the shared store has object %s", o.Digest).
 			WithHint("import the layer again")
 	}
 	if err != nil {
-		return false, s.diskError(err)
+		return s.diskError(err)
 	}
 	defer f.Close()
 	in := reported(io.NewSectionReader(f, 0, f.size()), report, total)
 	if raw {
-		return false, r.store.Put(ctx, name, in)
+		return r.store.Put(ctx, name, in)
 	}
 	want := blob.Sum(sumOf(o.Digest))
 	_, err = blob.PutCompressed(ctx, r.store, name, in, blob.CompressOptions{Want: &want})
-	return false, err
+	return err
 }
 
 // refreshNames makes the copies of a project's shared names what they are now. When

@@ -2,6 +2,7 @@ package layer
 
 import (
 	"context"
+	"crypto/rand"
 	"errors"
 	"fmt"
 	"path/filepath"
@@ -39,7 +40,7 @@ type SharedGCOptions struct {
 //
 // A manifest goes before its objects. Uses are read again in between: a node
 // that registers one looks for the manifest afterwards, so either it finds it
-// gone or the use is seen here, and the manifest is put back.
+// gone or the use is seen here, and the manifest is put back. Objects go in steps, see sharedStore.step.
 func (s *Store) CollectShared(ctx context.Context, o SharedGCOptions) (*GCPlan, error) {
 	if s.remote == nil {
 		return nil, errs.E(errs.Precondition, "this node has no shared store").WithHint("start it with `harena up --store URL`")
@@ -53,7 +54,7 @@ func (s *Store) CollectShared(ctx context.Context, o SharedGCOptions) (*GCPlan, 
 	if o.Progress == nil {
 		o.Progress = func(string, int64) {}
 	}
-	g := &sharedGC{s: s, r: s.remote, o: o, before: time.Now().Add(-o.Grace), plan: &GCPlan{}, keep: make(map[Digest]bool), named: make(map[Digest]bool)}
+	g := &sharedGC{s: s, r: s.remote, o: o, before: time.Now().Add(-o.Grace), plan: &GCPlan{}, keep: make(map[Digest]bool), read: make(map[Digest]bool), named: make(map[Digest]bool)}
 	if err := g.run(ctx); err != nil {
 		return nil, s.remote.failed("collect in the shared store", err)
 	}
@@ -67,6 +68,7 @@ type sharedGC struct {
 	before time.Time // what was modified later is young
 	plan   *GCPlan
 	keep   map[Digest]bool
+	read   map[Digest]bool // of keep: those whose objects are in named
 	named  map[Digest]bool
 	blind  bool
 	seen   int64
@@ -170,14 +172,38 @@ func (g *sharedGC) markUses(ctx context.Context) error {
 		d, ok := decodeHex(hex)
 		if ok && !gone[strings.TrimSuffix(node, "/")] {
 			g.mark(ctx, d)
+			g.markPending(ctx, i.Name, d)
 		}
 		return nil
 	})
 }
 
+// markPending marks what a layer needs of which there is a use, but no manifest yet: it is being published.
+func (g *sharedGC) markPending(ctx context.Context, use string, d Digest) {
+	if g.read[d] {
+		return
+	}
+	b, err := blob.ReadAll(ctx, g.r.store, use, maxManifest)
+	if errs.Is(err, errs.NotFound) || err == nil && len(b) == 0 { // ended; of who found the manifest, which is put back
+		return
+	}
+	var m *Manifest
+	if err == nil {
+		m, err = decodeManifest(d, b)
+	}
+	if err != nil {
+		g.problem("%s: %v", use, err)
+		g.blind = true
+		return
+	}
+	for _, o := range m.Objects() {
+		g.named[o.Digest] = true
+	}
+}
+
 // mark marks a layer, its parents and the objects that they name.
 func (g *sharedGC) mark(ctx context.Context, d Digest) {
-	if g.keep[d] {
+	if g.read[d] {
 		return
 	}
 	g.keep[d] = true
@@ -190,6 +216,7 @@ func (g *sharedGC) mark(ctx context.Context, d Digest) {
 		g.blind = true
 		return
 	}
+	g.read[d] = true
 	for _, o := range m.Objects() {
 		g.named[o.Digest] = true
 	}
@@ -228,7 +255,9 @@ func (g *sharedGC) sweepLayers(ctx context.Context, garbage []Digest) error {
 	for step := range slices.Chunk(garbage, deleteStep) {
 		names := make([]string, 0, len(step))
 		for _, d := range step {
-			names = append(names, manifestName(d))
+			if content[d] != nil { // else it is gone: if it comes back, it is not garbage
+				names = append(names, manifestName(d))
+			}
 		}
 		if err := g.r.store.Delete(ctx, names...); err != nil {
 			return err
@@ -238,7 +267,7 @@ func (g *sharedGC) sweepLayers(ctx context.Context, garbage []Digest) error {
 	back := g.putBack(ctx, garbage, content)
 	var profiles []string
 	for _, d := range garbage {
-		if !g.keep[d] {
+		if !g.keep[d] && content[d] != nil {
 			g.plan.Layers = append(g.plan.Layers, d)
 			profiles = append(profiles, profileName(d))
 		}
@@ -264,8 +293,7 @@ func (g *sharedGC) putBack(ctx context.Context, garbage []Digest, content map[Di
 			failed = append(failed, perr)
 			continue
 		}
-		g.keep[d] = false // its objects and parents are marked as it is there again
-		g.mark(ctx, d)
+		g.mark(ctx, d) // its objects and parents, as it is there again
 	}
 	if g.blind {
 		failed = append(failed, errs.E(errs.Precondition, "something was damaged while layers were collected").WithHint("run the collection again"))
@@ -275,31 +303,110 @@ func (g *sharedGC) putBack(ctx context.Context, garbage []Digest, content map[Di
 
 // sweepObjects removes old objects that no layer names.
 func (g *sharedGC) sweepObjects(ctx context.Context, prefix string) error {
-	var step []string
+	var found []blob.Info
 	flush := func() error {
-		if g.o.DryRun || len(step) == 0 {
-			step = step[:0]
+		step := found
+		found = nil
+		if len(step) == 0 {
 			return nil
 		}
-		err := g.r.store.Delete(ctx, step...)
-		step = step[:0]
-		return err
+		if g.o.DryRun {
+			g.planned(step)
+			return nil
+		}
+		return g.r.step(ctx, func(ctx context.Context) error {
+			if err := g.markUses(ctx); err != nil {
+				return err
+			}
+			if g.blind {
+				return errs.E(errs.Precondition, "something was damaged while objects were collected").WithHint("run the collection again")
+			}
+			step = slices.DeleteFunc(step, func(i blob.Info) bool {
+				d, _ := decodeHex(filepath.Base(i.Name))
+				return g.named[d]
+			})
+			names := make([]string, 0, len(step))
+			for _, i := range step {
+				names = append(names, i.Name)
+			}
+			if err := g.r.store.Delete(ctx, names...); err != nil {
+				return err
+			}
+			g.planned(step)
+			return nil
+		})
 	}
 	err := g.r.list(ctx, prefix, func(i blob.Info) error {
 		d, ok := decodeHex(filepath.Base(i.Name))
 		if !ok || g.named[d] || i.Modified.After(g.before) {
 			return nil
 		}
-		g.plan.Objects = append(g.plan.Objects, Object{Digest: d, Size: i.Size})
-		g.plan.Bytes += i.Size
-		if step = append(step, i.Name); len(step) < deleteStep {
+		if found = append(found, i); len(found) < objectStep {
 			return nil
 		}
-		g.o.Progress(PhaseCollecting, int64(len(g.plan.Layers)+len(g.plan.Objects)))
 		return flush()
 	})
 	if err != nil {
 		return err
 	}
 	return flush()
+}
+
+// planned notes objects that are, or would be, removed.
+func (g *sharedGC) planned(objects []blob.Info) {
+	for _, i := range objects {
+		d, _ := decodeHex(filepath.Base(i.Name))
+		g.plan.Objects = append(g.plan.Objects, Object{Digest: d, Size: i.Size})
+		g.plan.Bytes += i.Size
+	}
+	g.o.Progress(PhaseCollecting, int64(len(g.plan.Layers)+len(g.plan.Objects)))
+}
+
+const (
+	// stepsPrefix has one object for each step of a collection that is under way.
+	stepsPrefix = "collecting/"
+	// objectStep is how many objects go in one step, which reads all uses first.
+	objectStep = 2000
+	// stepTime bounds a step. One that seems to be there for twice as long is of a collector that died.
+	stepTime = 5 * time.Minute
+	stepPoll = 100 * time.Millisecond
+)
+
+// step has f read uses and remove what they do not need. That it is under way can be seen from before the first until after
+// the second. Who publishes registers a use, then waits for the steps that it sees: those may not have seen the use, all
+// later ones have. What it finds or sends after that is not removed.
+func (r *sharedStore) step(ctx context.Context, f func(context.Context) error) error {
+	ctx, cancel := context.WithTimeout(ctx, stepTime)
+	defer cancel()
+	name := stepsPrefix + rand.Text()
+	if err := r.putBytes(ctx, name, nil); err != nil {
+		return err
+	}
+	err := f(ctx)
+	end, stop := context.WithTimeout(context.WithoutCancel(ctx), hurry)
+	defer stop()
+	return errors.Join(err, r.store.Delete(end, name))
+}
+
+// awaitSteps returns when the steps that are under way now have ended.
+func (r *sharedStore) awaitSteps(ctx context.Context) error {
+	var seen map[string]bool
+	for {
+		now := make(map[string]bool)
+		err := r.list(ctx, stepsPrefix, func(i blob.Info) error {
+			if time.Since(i.Modified) < 2*stepTime && (seen == nil || seen[i.Name]) {
+				now[i.Name] = true
+			}
+			return nil
+		})
+		if err != nil || len(now) == 0 {
+			return err
+		}
+		seen = now
+		select {
+		case <-time.After(stepPoll):
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		}
+	}
 }
