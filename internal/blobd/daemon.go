@@ -29,6 +29,8 @@ const (
 	// stuck is how long a request of the kernel may be under way beyond its read's deadline before this daemon no longer
 	// claims to serve: its holder then kills it.
 	stuck = 30 * time.Second
+
+	mountSource = "harena-blobs" // in mountinfo
 )
 
 // Serve describes the daemon's process.
@@ -157,6 +159,7 @@ func (d *daemon) connect() error {
 		if err := conn.Resend(); err == nil {
 			d.takeover = true
 			d.serve(conn)
+			d.hold.open() // the last daemon may have died before the kernel had its answer
 			d.log.add(Event{Kind: EventTakeover, Message: "a new daemon serves; reads go on"})
 			return nil
 		} else if !errs.Is(err, errs.Unsupported) {
@@ -189,7 +192,7 @@ func (d *daemon) renew() error {
 	if err := d.state.write(d.s.stateFile()); err != nil {
 		return err
 	}
-	conn, err := fuseblob.Mount(dir, "harena-blobs", readahead)
+	conn, err := fuseblob.Mount(dir, mountSource, readahead)
 	if err != nil {
 		return err
 	}
@@ -197,9 +200,7 @@ func (d *daemon) renew() error {
 		d.s.Log.Error("nobody holds the connection: if this daemon dies, mounts over it break", "err", err)
 	}
 	d.serveLocked(conn)
-	if err := fuseblob.Prime(dir); err != nil {
-		return err
-	}
+	d.hold.open()
 	if broken := d.degraded(); len(broken) > 0 {
 		d.log.add(Event{Kind: EventDegraded, Layers: broken,
 			Message: "no daemon served for too long: what is mounted from the layers gives EIO until it is attached and mounted anew"})
@@ -257,6 +258,7 @@ func (d *daemon) beat() {
 			d.s.Log.Error("a read has not ended in time: this daemon is stuck", "since", since)
 			continue
 		}
+		d.remount()
 		if d.hold.beat() == nil {
 			continue
 		}
@@ -264,7 +266,27 @@ func (d *daemon) beat() {
 		if err := d.hold.keep(conn.FD(), conn.Params()); err != nil {
 			d.s.Log.Error("nobody holds the connection: if this daemon dies, mounts over it break", "err", err)
 		}
+		d.hold.open()
 	}
+}
+
+// remount mounts the connection again when somebody has unmounted it lazily: what uses it goes on, but nothing new finds it.
+// When nothing used it, its end is noticed where it is served.
+func (d *daemon) remount() {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.remountLocked()
+}
+
+func (d *daemon) remountLocked() {
+	if d.closing || d.conn.MountedOn(d.s.mountPoint()) {
+		return
+	}
+	if err := d.conn.MountAgain(d.s.mountPoint(), mountSource); err != nil {
+		d.s.Log.Error("blobs are not mounted where they are looked for", "err", err)
+		return
+	}
+	d.s.Log.Warn("somebody has unmounted the directory of blobs; mounted again", "dir", d.s.mountPoint())
 }
 
 func (d *daemon) attach(r attachRequest) (attachAnswer, error) {
@@ -276,6 +298,7 @@ func (d *daemon) attach(r attachRequest) (attachAnswer, error) {
 	}
 	d.mu.Lock()
 	defer d.mu.Unlock()
+	d.remountLocked()
 	old, had := d.state.Layers[r.Layer]
 	places, err := d.cache.Attach(r.Layer, objects(r.Blobs))
 	if err != nil {

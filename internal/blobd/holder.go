@@ -5,12 +5,15 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"math"
 	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"runtime"
 	"strconv"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -26,6 +29,7 @@ const (
 	sayKeep = "keep" // daemon: keep this (with a descriptor); answered by sayNone
 	sayBeat = "beat" // daemon: I serve; not answered
 	sayDrop = "drop" // daemon: let go and end; not answered
+	sayOpen = "open" // daemon: open a file of the connection, which I serve; not answered
 	sayNone = "none"
 )
 
@@ -41,6 +45,8 @@ const beatEvery = time.Second
 // nothing else, so that nothing makes it end.
 type holder struct {
 	patience time.Duration
+	mounted  string // where the connection is
+	opening  atomic.Bool
 
 	mu     sync.Mutex
 	fd     int // -1: none
@@ -66,7 +72,7 @@ func Hold(ctx context.Context, c Config) error {
 		return err
 	}
 	defer l.Close()
-	h := &holder{patience: c.Patience, fd: -1, peer: -1, beat: time.Now(), ended: make(chan struct{})}
+	h := &holder{patience: c.Patience, mounted: c.mountPoint(), fd: -1, peer: -1, beat: time.Now(), ended: make(chan struct{})}
 	h.backoff = h.firstBackoff()
 	defer h.release()
 	go func() {
@@ -181,6 +187,10 @@ func (h *holder) handle(conn *net.UnixConn, n note, fd int) error {
 		if h.served == conn {
 			h.beat, h.backoff = time.Now(), h.firstBackoff()
 		}
+	case sayOpen:
+		if h.opening.CompareAndSwap(false, true) { // else one waits for this daemon, too
+			go h.open()
+		}
 	case sayDrop:
 		select {
 		case <-h.ended:
@@ -189,6 +199,21 @@ func (h *holder) handle(conn *net.UnixConn, n note, fd int) error {
 		}
 	}
 	return nil
+}
+
+// open has the kernel learn what is not there (fuseblob.Prime). The daemon does not: killed in the middle, it would wait for
+// itself, and not end. This thread may wait as long, for the next daemon, and has no descriptors that would
+// keep a connection alive or, in a child between fork and exec, be closed there.
+func (h *holder) open() {
+	defer h.opening.Store(false)
+	runtime.LockOSThread() // for good: the thread ends with this goroutine
+	if err := unix.CloseRange(3, math.MaxInt32, unix.CLOSE_RANGE_UNSHARE); err != nil {
+		fmt.Fprintln(os.Stderr, "the holder cannot open a file of the connection:", err)
+		return
+	}
+	if err := fuseblob.Prime(h.mounted); err != nil {
+		fmt.Fprintln(os.Stderr, "the holder:", err)
+	}
 }
 
 // serving makes conn's process the one that serves; mu is held.
@@ -368,6 +393,15 @@ func (h *holding) start() error {
 			_ = cmd.Process.Kill()
 			return errs.E(errs.Timeout, "the holder of blobd does not answer: %w", err)
 		}
+	}
+}
+
+// open has the holder open a file of the connection.
+func (h *holding) open() {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.conn != nil {
+		_ = send(h.conn, note{Say: sayOpen}, -1) // that it is gone is noticed at the next beat
 	}
 }
 

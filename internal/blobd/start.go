@@ -92,11 +92,11 @@ func shutdown(ctx context.Context, c Config) error {
 		if err := ctl.call(ctx, "/shutdown", nil, nil); err != nil && !errors.Is(err, errNoDaemon) {
 			failed = append(failed, err)
 		}
-		failed = append(failed, endProcess(h.Pid, leaveTime))
+		failed = append(failed, endDaemon(c, h.Pid, leaveTime))
 	}
 	failed = append(failed, dismissHolder(c)) // before its daemon: it would start another
 	if pid := lockedBy(c); pid > 0 {          // it hangs
-		failed = append(failed, endProcess(pid, 0))
+		failed = append(failed, endDaemon(c, pid, 0))
 	}
 	failed = append(failed, unmountAll(c.mountPoint()))
 	for _, name := range []string{c.socket(), c.holderSocket(), c.stateFile()} {
@@ -140,7 +140,7 @@ func (k *keeper) ensure(ctx context.Context) error {
 		k.launch.Log.Info("replacing blobd", "pid", h.Pid, "version", h.Version)
 		// It answers no more requests of the kernel and ends; what it has not answered, its successor does.
 		_ = k.control.call(ctx, "/leave", nil, nil)
-		if err := endProcess(h.Pid, leaveTime); err != nil {
+		if err := endDaemon(k.launch.Config, h.Pid, leaveTime); err != nil {
 			return err
 		}
 	} else if ctx.Err() != nil {
@@ -152,7 +152,7 @@ func (k *keeper) ensure(ctx context.Context) error {
 			return nil
 		}
 		if time.Now().After(end) {
-			if err := endProcess(lockedBy(k.launch.Config), 0); err != nil {
+			if err := endDaemon(k.launch.Config, lockedBy(k.launch.Config), 0); err != nil {
 				return err
 			}
 		}
@@ -259,6 +259,16 @@ func sleep(ctx context.Context, d time.Duration) {
 	case <-ctx.Done():
 	case <-time.After(d):
 	}
+}
+
+// endDaemon is endProcess for one that may wait in the kernel for what it serves itself: then the connection is ended, readers get EIO.
+func endDaemon(c Config, pid int, patience time.Duration) error {
+	err := endProcess(pid, patience)
+	if !errs.Is(err, errs.Timeout) {
+		return err
+	}
+	abort(c.mountPoint())
+	return endProcess(pid, 0)
 }
 
 // endProcess waits until a process has ended, and kills it when it has not after some time. The process is ours: it held the

@@ -56,6 +56,8 @@ type Params struct {
 	Minor     uint32 `json:"minor"`
 	Flags     uint64 `json:"flags"`
 	Readahead uint32 `json:"readahead"`
+	// Device is the number of the mounted file system; 0: not known.
+	Device uint64 `json:"device,omitempty"`
 }
 
 // Resends reports whether requests that a dead server left behind can be had again. Without, they hang until the connection is aborted.
@@ -80,9 +82,8 @@ func Mount(dir, source string, readahead int) (_ *Conn, err error) {
 			c.Close()
 		}
 	}()
-	options := fmt.Sprintf("fd=%d,rootmode=40000,user_id=0,group_id=0,allow_other,default_permissions,max_read=%d", fd, maxRead)
-	if err := unix.Mount(source, dir, "fuse", unix.MS_RDONLY|unix.MS_NOSUID|unix.MS_NODEV|unix.MS_NOEXEC, options); err != nil {
-		return nil, errs.E(errs.Precondition, "cannot mount on %s: %w", dir, err)
+	if err := c.mount(dir, source); err != nil {
+		return nil, err
 	}
 	if err := c.negotiate(uint32(readahead)); err != nil {
 		return nil, errors.Join(err, unix.Unmount(dir, unix.MNT_DETACH|unix.UMOUNT_NOFOLLOW))
@@ -90,7 +91,43 @@ func Mount(dir, source string, readahead int) (_ *Conn, err error) {
 	if err := setReadahead(dir, readahead); err != nil {
 		return nil, errors.Join(err, unix.Unmount(dir, unix.MNT_DETACH|unix.UMOUNT_NOFOLLOW))
 	}
+	c.params.Device, _ = deviceAt(dir)
 	return c, nil
+}
+
+func (c *Conn) mount(dir, source string) error {
+	options := fmt.Sprintf("fd=%d,rootmode=40000,user_id=0,group_id=0,allow_other,default_permissions,max_read=%d", c.fd, maxRead)
+	if err := unix.Mount(source, dir, "fuse", unix.MS_RDONLY|unix.MS_NOSUID|unix.MS_NODEV|unix.MS_NOEXEC, options); err != nil {
+		return errs.E(errs.Precondition, "cannot mount on %s: %w", dir, err)
+	}
+	return nil
+}
+
+// MountedOn tells whether what is mounted on dir is this connection's file system, without asking its server.
+func (c *Conn) MountedOn(dir string) bool {
+	d, err := deviceAt(dir)
+	return err == nil && (c.params.Device == 0 || d == c.params.Device)
+}
+
+// MountAgain mounts the same file system on dir when somebody has detached it (umount -l) and others still use it: a
+// descriptor that is connected gives its superblock again (fuse_get_tree in fs/fuse/inode.c).
+func (c *Conn) MountAgain(dir, source string) error {
+	if err := c.mount(dir, source); err != nil {
+		return err
+	}
+	if !c.MountedOn(dir) {
+		return errors.Join(errs.E(errs.Internal, "another file system came to be on %s", dir), unix.Unmount(dir, unix.MNT_DETACH|unix.UMOUNT_NOFOLLOW))
+	}
+	return nil
+}
+
+// deviceAt returns the device number of what is mounted on dir. The kernel knows it without its server (AT_STATX_DONT_SYNC, no fields).
+func deviceAt(dir string) (uint64, error) {
+	var st unix.Statx_t
+	if err := unix.Statx(unix.AT_FDCWD, dir, unix.AT_STATX_DONT_SYNC|unix.AT_SYMLINK_NOFOLLOW|unix.AT_NO_AUTOMOUNT, 0, &st); err != nil {
+		return 0, fmt.Errorf("look at %s: %w", dir, err)
+	}
+	return unix.Mkdev(st.Dev_major, st.Dev_minor), nil
 }
 
 // Resume takes over a connection whose descriptor and parameters another process held.
