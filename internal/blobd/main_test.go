@@ -39,8 +39,22 @@ const (
 
 func TestMain(m *testing.M) {
 	role := os.Getenv(roleVar)
-	if role == "" {
-		os.Exit(m.Run())
+	switch role {
+	case "":
+		root, err := os.MkdirTemp("/var/tmp", "blobd-test-*")
+		if err != nil {
+			panic(err)
+		}
+		done := watch(root)
+		code := m.Run()
+		done()
+		os.Exit(code)
+	case watchRole:
+		_, _ = io.Copy(io.Discard, os.Stdin) // until the tests have ended, however that is
+		sweep(os.Args[1])
+		os.Exit(0)
+	case runRole:
+		runToBeKilled(os.Args[1], os.Args[2])
 	}
 	var c Config
 	if err := json.Unmarshal([]byte(os.Args[2]), &c); err != nil {
@@ -242,11 +256,7 @@ func startNode(t testing.TB, r *remote, change func(*Config)) *node {
 	if os.Geteuid() != 0 {
 		t.Skip("needs root: it mounts file systems")
 	}
-	dir, err := os.MkdirTemp("/var/tmp", "blobd-test-*")
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { os.RemoveAll(dir) })
+	dir := t.TempDir()
 	n := &node{t: t}
 	c := Config{Dir: dir, Store: r.URL, Patience: 20 * time.Second, ReadTime: 20 * time.Second}
 	if change != nil {
