@@ -77,11 +77,11 @@ test:
 	done; echo "== all passed in $$((SECONDS - begin)) s"
 
 # The same scenarios, fuzz targets and benchmarks at full counts; writes docs/reports/soak.md.
-soak: setup build $(SEAWEEDFS)/.complete
+soak: setup build $(VERSITYGW)/.complete $(SEAWEEDFS)/.complete
 	scripts/soak
 
 # Every measure of harena bench, on a node of its own.
-bench: setup build
+bench: setup build $(VERSITYGW)/.complete
 	scripts/bench
 
 clean:

@@ -18,6 +18,7 @@ func (a *app) benchCommand() *cobra.Command {
 	cmd.Flags().IntVarP(&o.N, "count", "n", 0, "how many samples (default the measure's own)")
 	cmd.Flags().IntVarP(&o.Concurrency, "concurrency", "c", 0, "how many at once (default the measure's own)")
 	cmd.Flags().StringVar(&o.Image, "image", "", "base layer with a shell (default a layer of busybox, made when missing)")
+	cmd.Flags().Var((*sizeValue)(&o.Size), "size", "content of the image that layer makes (default 1500m)")
 	cmd.RunE = func(cmd *cobra.Command, args []string) error {
 		c, err := a.client()
 		if err != nil {

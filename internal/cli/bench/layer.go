@@ -24,7 +24,8 @@ const (
 	linkRate  = 100e6
 
 	layerImage = "bench-layer:1"
-	layerSize  = 256 << 20 // of the file that is read in sequence
+	imageSize  = 1500 << 20 // of the image, unless told
+	layerSize  = 256 << 20  // of the file that is read in sequence
 )
 
 // layerBench is what the parts of the measure share. It uses nodes of its own, not the client's: a cold
@@ -63,12 +64,19 @@ func layers(ctx context.Context, r *runner) (_ []Result, err error) {
 	if b.remote, err = startRemote(ctx, filepath.Join(scratch, "store")); err != nil {
 		return nil, err
 	}
-	for _, part := range []func(context.Context) error{b.makeImage, b.coldAndWarm, b.eager, b.pull, b.sequential, b.burst, b.workspaces} {
+	for _, part := range []func(context.Context) error{b.makeImage, b.touch, b.coldAndWarm, b.local, b.eager, b.pull, b.sequential, b.burst, b.workspaces} {
 		if err := part(ctx); err != nil {
 			return nil, err
 		}
 	}
 	return b.results, nil
+}
+
+func (b *layerBench) imageSize() int64 {
+	if b.o.Size > 0 {
+		return b.o.Size
+	}
+	return imageSize
 }
 
 func (b *layerBench) link(target string) (*link, error) {
@@ -87,6 +95,7 @@ func (b *layerBench) with(ctx context.Context, bucket string, f func(*benchNode,
 	if err != nil {
 		return err
 	}
+	k.kind = storeKind
 	url, err := b.remote.bucket(bucket, k.addr())
 	if err != nil {
 		return err
@@ -112,11 +121,11 @@ func (b *layerBench) fill(ctx context.Context, bucket string, f func(*benchNode)
 	return errors.Join(f(n), n.stop(ctx))
 }
 
-// makeImage makes the image and puts it into the store, and finds which of its pages the jobs touch.
+// makeImage makes the image and puts it into the store.
 func (b *layerBench) makeImage(ctx context.Context) error {
 	b.tar, b.gz = b.path("image.tar"), b.path("image.tar.gz")
 	b.progress("layer: an image of this machine's programs")
-	if err := writeTree(ctx, b.tar, treeLimit); err != nil {
+	if err := writeTree(ctx, b.tar, b.imageSize()); err != nil {
 		return err
 	}
 	if err := gzipFile(b.tar, b.gz); err != nil {
@@ -125,7 +134,7 @@ func (b *layerBench) makeImage(ctx context.Context) error {
 	return b.fill(ctx, "image", func(n *benchNode) error {
 		b.progress("layer: import")
 		start := time.Now()
-		l, _, err := n.client.ImportLayer(ctx, harena.ImportOptions{Name: layerImage, Source: "tar:" + b.tar})
+		_, _, err := n.client.ImportLayer(ctx, harena.ImportOptions{Name: layerImage, Source: "tar:" + b.tar})
 		if err != nil {
 			return err
 		}
@@ -135,7 +144,7 @@ func (b *layerBench) makeImage(ctx context.Context) error {
 			return err
 		}
 		b.add(amount("layer_stored", "MB", float64(stored)/1e6))
-		return b.touch(ctx, n, l.GetDigest())
+		return nil
 	})
 }
 
@@ -149,16 +158,28 @@ func jobs() map[string]string {
 }
 
 // touch counts the pages that each job touches when nothing is read ahead.
-func (b *layerBench) touch(ctx context.Context, n *benchNode, digest string) error {
-	sb, err := n.client.CreateSandbox(ctx, harena.Spec{Image: layerImage}) // mounts the layer
-	if err != nil {
-		return err
+func (b *layerBench) touch(ctx context.Context) error {
+	for range 5 {
+		ok := false
+		err := b.fill(ctx, "image", func(n *benchNode) error {
+			before, err := erofsDevices()
+			if err != nil {
+				return err
+			}
+			tree, err := n.mounted(ctx, layerImage)
+			if err != nil {
+				return err
+			}
+			if ok, err = stopReadAhead(before); err != nil || !ok {
+				return err
+			}
+			return b.touchPages(ctx, n, pages{tree})
+		})
+		if err != nil || ok {
+			return err
+		}
 	}
-	if err := sb.Remove(ctx); err != nil {
-		return err
-	}
-	p := pages{filepath.Join(n.data, "mounts", strings.TrimPrefix(digest, "sha256:"))}
-	return withoutReadAhead(func() error { return b.touchPages(ctx, n, p) })
+	return errors.New("other layers are mounted all the time: run this measure on a machine that is idle")
 }
 
 func (b *layerBench) touchPages(ctx context.Context, n *benchNode, p pages) error {
@@ -225,7 +246,7 @@ func (b *layerBench) coldAndWarm(ctx context.Context) error {
 			continue
 		}
 		var cold, warm []time.Duration
-		var coldMoved, warmMoved, requests []float64
+		var coldMoved, warmMoved []traffic
 		for range b.n(3) {
 			err := b.with(ctx, "image", func(n *benchNode, k *link) error {
 				spec := harena.Spec{Image: layerImage}
@@ -233,17 +254,17 @@ func (b *layerBench) coldAndWarm(ctx context.Context) error {
 				if err != nil {
 					return err
 				}
-				moved, asked := k.moved()
-				cold, coldMoved, requests = append(cold, took), append(coldMoved, float64(moved)/1e3), append(requests, float64(asked))
-				if err := sb.Remove(ctx); err != nil {
+				// What comes in the background is of the first.
+				if err := errors.Join(sb.Remove(ctx), k.quiet(ctx)); err != nil {
 					return err
 				}
+				cold, coldMoved = append(cold, took), append(coldMoved, k.moved())
 				if took, sb, err = runJob(ctx, n.client, spec, jobs()[job]); err != nil {
 					return err
 				}
-				moved, _ = k.moved()
-				warm, warmMoved = append(warm, took), append(warmMoved, float64(moved)/1e3)
-				return sb.Remove(ctx)
+				err = errors.Join(sb.Remove(ctx), k.quiet(ctx))
+				warm, warmMoved = append(warm, took), append(warmMoved, k.moved())
+				return err
 			})
 			if err != nil {
 				return err
@@ -251,12 +272,39 @@ func (b *layerBench) coldAndWarm(ctx context.Context) error {
 			b.progress("layer: cold %s", job)
 		}
 		b.add(summarise("layer_cold_"+job, cold, 0))
-		b.add(amount("layer_cold_"+job+"_moved", "kB", coldMoved...))
-		b.add(amount("layer_cold_"+job+"_requests", "requests", requests...))
+		moved := movedBytes("layer_cold_"+job+"_moved", coldMoved...)
+		b.add(moved)
+		touched, _ := b.result("layer_touched_by_" + job)
+		b.add(amount("layer_cold_"+job+"_moved_by_touched", "×", moved.P50/touched.P50))
+		b.add(amount("layer_cold_"+job+"_data_by_touched", "×", moved.Steps["data"]/touched.P50))
 		b.add(summarise("layer_warm_"+job, warm, 0))
-		b.add(amount("layer_warm_"+job+"_moved", "kB", warmMoved...))
+		b.add(movedBytes("layer_warm_"+job+"_moved", warmMoved...))
 	}
 	return nil
+}
+
+// movedBytes is a result of what went over a link, with each kind of it as a step.
+func movedBytes(name string, all ...traffic) Result {
+	var total, requests []float64
+	kinds := map[string][]float64{}
+	for _, t := range all {
+		total, requests = append(total, float64(t.bytes)/1e3), append(requests, float64(t.requests))
+		for kind := range t.kinds {
+			kinds[kind] = nil
+		}
+	}
+	for _, t := range all {
+		for kind := range kinds {
+			kinds[kind] = append(kinds[kind], float64(t.kinds[kind])/1e3)
+		}
+	}
+	r := amount(name, "kB", total...)
+	r.Steps = map[string]float64{}
+	for kind, samples := range kinds {
+		r.Steps[kind] = amount("", "", samples...).P50
+	}
+	r.Note = fmt.Sprintf("%.0f requests", amount("", "", requests...).P50)
+	return r
 }
 
 func (b *layerBench) has(name string) bool {
@@ -329,8 +377,7 @@ func (b *layerBench) eager(ctx context.Context) error {
 			}
 		}
 		samples = append(samples, time.Since(start)+time.Duration(warm.P50*float64(time.Millisecond)))
-		bytes, _ := k.moved()
-		moved = append(moved, float64(bytes)/1e3)
+		moved = append(moved, float64(k.moved().bytes)/1e3)
 	}
 	b.add(summarise("layer_eager_copy_echo", samples, 0))
 	b.add(amount("layer_eager_copy_moved", "kB", moved...))

@@ -71,15 +71,55 @@ func TestLink(t *testing.T) {
 	if d := ask(200); d < 180*time.Millisecond {
 		t.Errorf("200 KiB at 1 MiB/s after %v", d)
 	}
-	if bytes, requests := k.moved(); bytes != 201<<10 || requests != 2 {
-		t.Errorf("%d bytes in answer to %d requests", bytes, requests)
+	if m := k.moved(); m.bytes != 201<<10 || m.requests != 2 {
+		t.Errorf("%d bytes in answer to %d requests", m.bytes, m.requests)
 	}
-	if bytes, requests := k.moved(); bytes != 0 || requests != 0 {
-		t.Errorf("counters were not reset: %d, %d", bytes, requests)
+	if m := k.moved(); m.bytes != 0 || m.requests != 0 {
+		t.Errorf("counters were not reset: %d, %d", m.bytes, m.requests)
 	}
 	k.close()
 	if _, err := c.Read(make([]byte, 1)); err == nil {
 		t.Error("a connection outlived its link")
+	}
+}
+
+func TestLinkSortsRequests(t *testing.T) {
+	for head, want := range map[string]string{
+		"GET /b/blobs/ab/abcd HTTP/1.1\r\nHost: x\r\n\r\n":                      "metadata images",
+		"GET /b/blobs/ab/abcd HTTP/1.1\r\nHost: x\r\nRange: bytes=0-99\r\n\r\n": "data",
+		"GET /b/blobs/ab/abcd HTTP/1.1\r\nrange: bytes=-99\r\nHost: x\r\n\r\n":  "indexes",
+		"HEAD /b/blobs/ab/abcd HTTP/1.1\r\nHost: x\r\n\r\n":                     "names and profiles",
+		"GET /b/manifests/ab/abcd.json HTTP/1.1\r\nRange: bytes=0-\r\n\r\n":     "names and profiles",
+		"": "names and profiles",
+	} {
+		if got := storeKind([]byte(head)); got != want {
+			t.Errorf("%q: %s, not %s", head, got, want)
+		}
+	}
+	k, err := newLink(answering(t), 0, 1<<30)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer k.close()
+	k.kind = func(head []byte) string { return map[byte]string{1: "one", 2: "two"}[head[0]] }
+	c, err := net.Dial("tcp", k.addr())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	for _, kib := range []byte{1, 2, 1} {
+		if _, err := c.Write([]byte{kib}); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := io.ReadFull(c, make([]byte, int(kib)<<10)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := k.quiet(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if m := k.moved(); m.kinds["one"] != 2<<10 || m.kinds["two"] != 2<<10 || m.requests != 3 {
+		t.Errorf("%+v", m)
 	}
 }
 

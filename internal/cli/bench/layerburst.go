@@ -67,13 +67,13 @@ func (b *layerBench) burst(ctx context.Context) error {
 			}
 			wg.Wait()
 			wall := time.Since(start)
-			moved, _ := k.moved()
+			moved := k.moved()
 			_, err := removeAll(ctx, all, 8)
 			if err := errors.Join(failed, err); err != nil {
 				return err
 			}
 			b.add(summarise(name, first, wall))
-			b.add(amount(name+"_moved", "kB", float64(moved)/1e3))
+			b.add(movedBytes(name+"_moved", moved))
 		}
 		return nil
 	})

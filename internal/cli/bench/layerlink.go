@@ -1,6 +1,8 @@
 package bench
 
 import (
+	"bytes"
+	"context"
 	"io"
 	"net"
 	"sync"
@@ -16,13 +18,22 @@ type link struct {
 	delay    time.Duration
 	rate     float64
 
-	down, requests atomic.Int64 // bytes of answers; turns from answering to asking
+	// kind sorts requests by their first lines; nil: all are of one kind.
+	kind func(head []byte) string
+	all  atomic.Int64 // bytes of answers since the beginning
 
 	mu   sync.Mutex
+	seen traffic
 	next time.Time // when what was sent so far has passed
 
 	conns sync.WaitGroup
 	open  sync.Map // net.Conn → nil
+}
+
+// traffic is what a server answered.
+type traffic struct {
+	bytes, requests int64            // a request is a turn from answering to asking
+	kinds           map[string]int64 // bytes, by kind of the request
 }
 
 func newLink(target string, delay time.Duration, rate float64) (*link, error) {
@@ -55,8 +66,66 @@ func (k *link) close() {
 	k.conns.Wait()
 }
 
-// moved is how many bytes came from the server since the last call, and in answer to how many requests.
-func (k *link) moved() (bytes, requests int64) { return k.down.Swap(0), k.requests.Swap(0) }
+// moved is what came from the server since the last call.
+func (k *link) moved() traffic {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	t := k.seen
+	k.seen = traffic{}
+	return t
+}
+
+func (k *link) count(n int64, kind string) {
+	k.all.Add(n)
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	if n == 0 {
+		k.seen.requests++
+	}
+	if k.seen.kinds == nil {
+		k.seen.kinds = map[string]int64{}
+	}
+	k.seen.bytes += n
+	k.seen.kinds[kind] += n
+}
+
+// quiet waits until nothing has come for a while; what a node fetches in the background comes in one go.
+func (k *link) quiet(ctx context.Context) error {
+	const still, poll = time.Second, 50 * time.Millisecond
+	deadline := time.Now().Add(time.Minute)
+	last, since := k.all.Load(), time.Now()
+	for time.Since(since) < still && time.Now().Before(deadline) {
+		select {
+		case <-time.After(poll):
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+		if now := k.all.Load(); now != last {
+			last, since = now, time.Now()
+		}
+	}
+	return nil
+}
+
+// storeKind says what a request to an S3 server is for. Metadata images are fetched whole, data blobs in ranges, and their indexes
+// from their ends.
+func storeKind(head []byte) string {
+	line, fields, _ := bytes.Cut(head, []byte("\r\n"))
+	if !bytes.Contains(line, []byte("/blobs/")) {
+		return "names and profiles"
+	}
+	_, span, ranged := bytes.Cut(bytes.ToLower(fields), []byte("range: bytes="))
+	switch {
+	case !bytes.HasPrefix(line, []byte("GET ")):
+		return "names and profiles"
+	case !ranged:
+		return "metadata images"
+	case bytes.HasPrefix(span, []byte("-")):
+		return "indexes"
+	default:
+		return "data"
+	}
+}
 
 func (k *link) serve(client net.Conn) {
 	defer client.Close()
@@ -68,9 +137,11 @@ func (k *link) serve(client net.Conn) {
 	}
 	defer server.Close()
 	var asking atomic.Bool
+	var kind atomic.Value // of what was asked last
+	kind.Store("")
 	var done sync.WaitGroup
 	done.Go(func() {
-		k.forward(server, client, &asking)
+		k.forward(server, client, &asking, &kind)
 		_ = server.(*net.TCPConn).CloseWrite() // the client is gone, or has said all
 	})
 	buf := make([]byte, 64<<10)
@@ -78,7 +149,7 @@ func (k *link) serve(client net.Conn) {
 		n, err := server.Read(buf)
 		if n > 0 {
 			asking.Store(false)
-			k.down.Add(int64(n))
+			k.count(int64(n), kind.Load().(string))
 			k.pass(n)
 			if _, err := client.Write(buf[:n]); err != nil {
 				break
@@ -94,7 +165,7 @@ func (k *link) serve(client net.Conn) {
 }
 
 // forward sends what the client says, each piece delay after it came.
-func (k *link) forward(server io.Writer, client io.Reader, asking *atomic.Bool) {
+func (k *link) forward(server io.Writer, client io.Reader, asking *atomic.Bool, kind *atomic.Value) {
 	type piece struct {
 		b  []byte
 		at time.Time
@@ -117,7 +188,10 @@ func (k *link) forward(server io.Writer, client io.Reader, asking *atomic.Bool) 
 		n, err := client.Read(b)
 		if n > 0 {
 			if asking.CompareAndSwap(false, true) {
-				k.requests.Add(1)
+				if k.kind != nil {
+					kind.Store(k.kind(b[:n]))
+				}
+				k.count(0, kind.Load().(string))
 			}
 			pieces <- piece{b[:n], time.Now().Add(k.delay)}
 		}

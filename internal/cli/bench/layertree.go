@@ -2,13 +2,14 @@ package bench
 
 import (
 	"archive/tar"
-	"compress/gzip"
+
 	"context"
 	"crypto/rand"
 	"errors"
 	"fmt"
 	"io"
 	"io/fs"
+	"maps"
 	"os"
 	"path/filepath"
 	"sort"
@@ -16,11 +17,9 @@ import (
 	"syscall"
 	"unsafe"
 
+	"github.com/klauspost/compress/gzip"
 	"golang.org/x/sys/unix"
 )
-
-// treeLimit bounds the content of the image that is made of this machine's programs.
-const treeLimit = 1500 << 20
 
 // treeRoots are what it is made of, most useful first; firmware, kernels and debug symbols are of no use in a container.
 func treeRoots() []string {
@@ -30,10 +29,20 @@ func treeRoots() []string {
 		roots = append(roots, "usr/bin/"+name)
 	}
 	for _, name := range []string{"ld-linux*", "libc.so*", "libm.so*", "libselinux*", "libacl*", "libpcre2-8*", "libtinfo*"} {
-		found, _ := filepath.Glob("/usr/lib/*-linux-gnu/" + name)
-		for _, f := range found {
-			roots = append(roots, f[1:])
-		}
+		roots = append(roots, matches("/usr/lib/*-linux-gnu/"+name)...)
+	}
+	// What those of larger ones need: an interpreter and a compiler.
+	for _, name := range []string{
+		"bin/python3*", "lib/python3.*", "bin/gcc*", "bin/as", "bin/ld", "bin/ld.bfd", "bin/*-linux-gnu-gcc*", "bin/*-linux-gnu-as", "bin/*-linux-gnu-ld*",
+		"lib/*-linux-gnu/*crt?.o", "lib/*-linux-gnu/libc_nonshared.a", "include/stdc-predef.h",
+		"lib/gcc/*/*/cc1", "lib/gcc/*/*/collect2", "lib/gcc/*/*/lto-wrapper", "lib/gcc/*/*/liblto_plugin.so", "lib/gcc/*/*/crt*.o", "lib/gcc/*/*/libgcc*",
+	} {
+		roots = append(roots, matches("/usr/"+name)...)
+	}
+	for _, name := range []string{
+		"bfd", "bz2", "crypto", "ctf", "expat", "ffi", "gcc_s", "gmp", "isl", "jansson", "lzma", "mpc", "mpfr", "opcodes", "python3", "sframe", "ssl", "uuid", "z", "zstd",
+	} {
+		roots = append(roots, matches("/usr/lib/*-linux-gnu/lib"+name+"[.0-9-]*so*")...)
 	}
 	roots = append(roots, "usr/bin")
 	libs, _ := filepath.Glob("/usr/lib/*")
@@ -46,6 +55,14 @@ func treeRoots() []string {
 		}
 	}
 	return append(roots, "usr/include", "usr/share/perl", "usr/share/zoneinfo")
+}
+
+func matches(pattern string) []string {
+	found, _ := filepath.Glob(pattern)
+	for i := range found {
+		found[i] = strings.TrimPrefix(found[i], "/")
+	}
+	return found
 }
 
 func treeRank(lib string) string {
@@ -168,24 +185,34 @@ func randomTar(file, name string, size int64) error {
 // pages looks at the page cache of all regular files below dir.
 type pages struct{ dir string }
 
-// withoutReadAhead calls f while the kernel reads no more of EROFS file systems than it is asked for. Their devices in
-// /sys/class/bdi are numbered in the order of mounts, so that which is whose cannot be told: it is done to all.
-func withoutReadAhead(f func() error) error {
-	all, err := filepath.Glob("/sys/class/bdi/erofs-*/read_ahead_kb")
-	if err != nil || len(all) == 0 {
-		return errors.Join(err, errors.New("this kernel has no read-ahead of EROFS to switch off"))
+// erofsDevices are the read-ahead settings of all EROFS file systems. They are numbered in the order of mounts, so that which is whose
+// is told only by what was there before.
+func erofsDevices() (map[string]bool, error) {
+	found, err := filepath.Glob("/sys/class/bdi/erofs-*/read_ahead_kb")
+	all := map[string]bool{}
+	for _, file := range found {
+		all[file] = true
 	}
-	for _, file := range all {
-		before, err := os.ReadFile(file)
-		if err != nil {
-			continue // unmounted meanwhile
-		}
-		if err := os.WriteFile(file, []byte("0"), 0); err != nil {
-			continue
-		}
-		defer func() { _ = os.WriteFile(file, before, 0) }()
+	return all, err
+}
+
+// stopReadAhead has the kernel read no more of the EROFS file system that was mounted since before than it is asked for. ok is false
+// when others were mounted meanwhile.
+func stopReadAhead(before map[string]bool) (ok bool, err error) {
+	now, err := erofsDevices()
+	if err != nil {
+		return false, err
 	}
-	return f()
+	maps.DeleteFunc(now, func(file string, _ bool) bool { return before[file] })
+	if len(now) == 0 {
+		return false, errors.New("this kernel has no read-ahead of EROFS to switch off")
+	}
+	for file := range now {
+		if len(now) == 1 {
+			return true, os.WriteFile(file, []byte("0"), 0)
+		}
+	}
+	return false, nil
 }
 
 // drop forgets what is cached.

@@ -18,6 +18,8 @@ type Options struct {
 	Concurrency int
 	// Image is a base layer with a shell; empty: a layer of busybox that is made when it is missing.
 	Image string
+	// Size is the content of the image that the measure of layers makes, in bytes.
+	Size int64
 	// Progress gets a line now and then; nil: none.
 	Progress io.Writer
 }
