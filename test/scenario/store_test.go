@@ -33,17 +33,19 @@ func startStoreNode(t *testing.T, dir, store string) *storeNode {
 	n := &storeNode{t: t, dir: dir, listen: l.Addr().String()}
 	l.Close()
 	n.args = []string{"up", "--data", dir, "--listen", n.listen, "--store", store}
-	n.start()
-	t.Cleanup(func() {
+	t.Cleanup(func() { // also of one that did not become ready
 		if out, err := exec.Command(program("harena"), "down", "--data", dir).CombinedOutput(); err != nil {
 			t.Errorf("harena down: %v: %s", err, out)
 		}
-		_ = n.cmd.Wait()
+		if n.cmd != nil {
+			_ = n.cmd.Wait()
+		}
 		mounts, _ := os.ReadFile("/proc/self/mountinfo")
 		if strings.Contains(string(mounts), dir) {
 			t.Errorf("mounts of %s are left", dir)
 		}
 	})
+	n.start()
 	return n
 }
 

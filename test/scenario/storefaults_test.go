@@ -132,7 +132,12 @@ func TestStoreFaults(t *testing.T) {
 		if err := syscall.Kill(first, syscall.SIGKILL); err != nil {
 			t.Fatal(err)
 		}
-		second, _ := b.readWaits(first)
+		second, holder := b.readWaits(first)
+		for _, pid := range []int{second, holder} {
+			if own, err := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/cgroup"); err != nil || pid > 0 && !strings.Contains(string(own)+"\n", "/blobd\n") {
+				t.Errorf("process %d is in %s, %v", pid, own, err)
+			}
+		}
 		_ = b.cmd.Process.Kill() // the server, with the read still waiting
 		_ = b.cmd.Wait()
 		b.start()

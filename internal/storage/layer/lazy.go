@@ -42,6 +42,9 @@ func (m *Mounts) images(ctx context.Context, l Layer) (img image, lazy bool, err
 			}
 			img.blobs[i] = s.local.path(b.Digest)
 		case s.remote.direct(b.Digest) != "":
+			if err := s.remote.checkDirect(ctx, b.Digest); err != nil {
+				return img, false, err
+			}
 			img.blobs[i] = s.remote.direct(b.Digest)
 		default:
 			far, slots = append(far, b), append(slots, i)
@@ -68,6 +71,20 @@ func (m *Mounts) images(ctx context.Context, l Layer) (img image, lazy bool, err
 		img.blobs[slots[i]] = p
 	}
 	return img, true, nil
+}
+
+// checkDirect says why a data blob that is to be mounted from the store itself is not there.
+func (r *sharedStore) checkDirect(ctx context.Context, d Digest) error {
+	_, err := r.store.Stat(ctx, rawName(d))
+	if errs.Is(err, errs.NotFound) {
+		return errs.E(errs.Precondition, "the shared store does not have data blob %s as it is", d).
+			WithHint("import the layer, or `harena layer push` it, on a node with file:///DIR?direct=1; or start this node without direct, if the blob was published so")
+	}
+	if err != nil {
+		return r.failed("mount data from the shared store", err)
+	}
+	r.worked()
+	return nil
 }
 
 // Place tells where the content of a layer is: "local", "shared" (also in the
