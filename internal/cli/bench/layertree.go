@@ -42,7 +42,7 @@ func treeRoots() []string {
 	for _, name := range []string{
 		"bfd", "bz2", "crypto", "ctf", "expat", "ffi", "gcc_s", "gmp", "isl", "jansson", "lzma", "mpc", "mpfr", "opcodes", "python3", "sframe", "ssl", "uuid", "z", "zstd",
 	} {
-		roots = append(roots, matches("/usr/lib/*-linux-gnu/lib"+name+"[.0-9-]*so*")...)
+		roots = append(roots, matches("/usr/lib/*-linux-gnu/lib"+name+"[.0-9\\-]*so*")...)
 	}
 	roots = append(roots, "usr/bin")
 	libs, _ := filepath.Glob("/usr/lib/*")
