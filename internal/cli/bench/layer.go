@@ -208,7 +208,10 @@ func (b *layerBench) touchPages(ctx context.Context, n *benchNode, p pages) erro
 	return nil
 }
 
-func (b *layerBench) add(r Result) { b.results = append(b.results, r) }
+func (b *layerBench) add(r Result) {
+	b.results = append(b.results, r)
+	b.progress("layer: %s: %.2f %s", strings.TrimPrefix(r.Name, "layer_"), r.P50, r.Unit) // the whole takes minutes
+}
 
 // amount is a result of things that are not times.
 func amount(name, unit string, values ...float64) Result {
