@@ -210,7 +210,11 @@ func (b *layerBench) touchPages(ctx context.Context, n *benchNode, p pages) erro
 
 func (b *layerBench) add(r Result) {
 	b.results = append(b.results, r)
-	b.progress("layer: %s: %.2f %s", strings.TrimPrefix(r.Name, "layer_"), r.P50, r.Unit) // the whole takes minutes
+	line := fmt.Sprintf("%s: %.2f %s", strings.TrimPrefix(r.Name, "layer_"), r.P50, r.Unit)
+	for peer, p50 := range r.Peers {
+		line += fmt.Sprintf(", %s %.2f", peer, p50)
+	}
+	b.progress("layer: %s", line) // at once: the whole takes minutes
 }
 
 // amount is a result of things that are not times.
