@@ -95,11 +95,15 @@ func (b *layerBench) with(ctx context.Context, bucket string, f func(*benchNode,
 	if err != nil {
 		return err
 	}
-	k.kind = storeKind
 	url, err := b.remote.bucket(bucket, k.addr())
 	if err != nil {
 		return err
 	}
+	metas, err := b.remote.metas(bucket)
+	if err != nil {
+		return err
+	}
+	k.kind = func(head []byte) string { return storeKind(head, metas) }
 	n, err := startNode(ctx, b.path("node"), url)
 	if err != nil {
 		return err

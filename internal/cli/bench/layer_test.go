@@ -85,14 +85,15 @@ func TestLink(t *testing.T) {
 
 func TestLinkSortsRequests(t *testing.T) {
 	for head, want := range map[string]string{
-		"GET /b/blobs/ab/abcd HTTP/1.1\r\nHost: x\r\n\r\n":                      "metadata images",
+		"GET /b/blobs/ab/aaaa HTTP/1.1\r\nHost: x\r\n\r\n":                      "metadata images",
+		"GET /b/blobs/ab/aaaa?a=b HTTP/1.1\r\nrange: bytes=5-\r\n\r\n":          "metadata images",
 		"GET /b/blobs/ab/abcd HTTP/1.1\r\nHost: x\r\nRange: bytes=0-99\r\n\r\n": "data",
 		"GET /b/blobs/ab/abcd HTTP/1.1\r\nrange: bytes=-99\r\nHost: x\r\n\r\n":  "indexes",
 		"HEAD /b/blobs/ab/abcd HTTP/1.1\r\nHost: x\r\n\r\n":                     "names and profiles",
 		"GET /b/manifests/ab/abcd.json HTTP/1.1\r\nRange: bytes=0-\r\n\r\n":     "names and profiles",
 		"": "names and profiles",
 	} {
-		if got := storeKind([]byte(head)); got != want {
+		if got := storeKind([]byte(head), map[string]bool{"aaaa": true}); got != want {
 			t.Errorf("%q: %s, not %s", head, got, want)
 		}
 	}

@@ -107,9 +107,9 @@ func (k *link) quiet(ctx context.Context) error {
 	return nil
 }
 
-// storeKind says what a request to an S3 server is for. Metadata images are fetched whole, data blobs in ranges, and their indexes
-// from their ends.
-func storeKind(head []byte) string {
+// storeKind says what a request to an S3 server is for: metas names the metadata images; the index of an object is asked for
+// from its end.
+func storeKind(head []byte, metas map[string]bool) string {
 	line, fields, _ := bytes.Cut(head, []byte("\r\n"))
 	if !bytes.Contains(line, []byte("/blobs/")) {
 		return "names and profiles"
@@ -118,13 +118,21 @@ func storeKind(head []byte) string {
 	switch {
 	case !bytes.HasPrefix(line, []byte("GET ")):
 		return "names and profiles"
-	case !ranged:
-		return "metadata images"
-	case bytes.HasPrefix(span, []byte("-")):
+	case ranged && bytes.HasPrefix(span, []byte("-")):
 		return "indexes"
+	case metas[objectName(line)]:
+		return "metadata images"
 	default:
 		return "data"
 	}
+}
+
+// objectName is the last part of a request's path.
+func objectName(line []byte) string {
+	_, path, _ := bytes.Cut(line, []byte(" "))
+	path, _, _ = bytes.Cut(path, []byte(" "))
+	path, _, _ = bytes.Cut(path, []byte("?"))
+	return string(path[bytes.LastIndexByte(path, '/')+1:])
 }
 
 func (k *link) serve(client net.Conn) {

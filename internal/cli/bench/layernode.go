@@ -85,6 +85,32 @@ func (r *remote) bucket(name, addr string) (string, error) {
 	return fmt.Sprintf("s3://%s?endpoint=http://%s", name, addr), nil
 }
 
+// metas lists the metadata images of a bucket's layers.
+func (r *remote) metas(bucket string) (map[string]bool, error) {
+	metas := map[string]bool{}
+	err := filepath.WalkDir(filepath.Join(r.dir, bucket, "manifests"), func(path string, e os.DirEntry, err error) error {
+		if os.IsNotExist(err) {
+			return filepath.SkipDir // nothing was imported yet
+		}
+		if err != nil || !e.Type().IsRegular() {
+			return err
+		}
+		b, err := os.ReadFile(path)
+		if err != nil {
+			return err
+		}
+		var m struct {
+			Meta struct{ Digest string }
+		}
+		if err := json.Unmarshal(b, &m); err != nil {
+			return fmt.Errorf("%s: %w", path, err)
+		}
+		metas[strings.TrimPrefix(m.Meta.Digest, "sha256:")] = true
+		return nil
+	})
+	return metas, err
+}
+
 // objects lists the files of a bucket's data blobs.
 func (r *remote) objects(bucket string) (files []string, bytes int64, err error) {
 	err = filepath.WalkDir(filepath.Join(r.dir, bucket, "blobs"), func(path string, e os.DirEntry, err error) error {
