@@ -130,7 +130,10 @@ type stdinPipe struct {
 	offset int64
 }
 
-const stdinChunk = 512 << 10
+const (
+	stdinChunk  = 512 << 10
+	answerGrace = time.Second
+)
 
 // Stdin returns the command's standard input, if Cmd kept it open or the
 // command was attached to; nil otherwise. Writes return when the command has, or will have, the data.
@@ -157,11 +160,14 @@ func (p *stdinPipe) Write(b []byte) (int, error) {
 	return written, nil
 }
 
-// Close ends the input.
+// Close ends the input. That of a command which ended is ended, too.
 func (p *stdinPipe) Close() error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	return p.send(nil, true)
+	if err := p.send(nil, true); !errors.Is(err, io.ErrClosedPipe) {
+		return err
+	}
+	return nil
 }
 
 func (p *stdinPipe) send(b []byte, eof bool) error {
@@ -184,10 +190,14 @@ func (p *stdinPipe) call(req *harenav1.SendInputRequest) (int64, error) {
 	req.SandboxId, req.CommandId = p.c.sb.id, p.c.id
 	ctx, cancel := context.WithCancel(context.Background())
 	defer cancel()
-	go func() { // the command's end ends a call that waits for it to read
+	// The command's end ends a call that waits for it to read. The answer to what
+	// made it end, if any, is still on its way then.
+	go func() {
 		select {
 		case <-p.c.done:
-			cancel()
+			if sleep(ctx, answerGrace) == nil {
+				cancel()
+			}
 		case <-ctx.Done():
 		}
 	}()
