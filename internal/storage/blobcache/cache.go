@@ -9,8 +9,9 @@
 //
 // The local disk is not trusted with parts of a blob either: a frame that is read back is checked again, each time it comes
 // from the file. So it does not matter what a crash, a full disk, a failed write-back or the loss of power has left in a file; holes tell
-// which frames may be there, and a wrong one is fetched again. A complete blob is checked once, synced, and renamed to its final
-// name; it is trusted from then on, as local layers are.
+// which frames may be there, and a wrong one is fetched again. A complete blob is checked once, synced, marked by its time of
+// change (see stamp), and renamed to its final name. It is trusted from then on, as local layers are, until it is found written to or cut
+// off when somebody attaches it or a process begins: then it is removed.
 //
 // # Files
 //
@@ -143,7 +144,8 @@ type Cache struct {
 	n      counters
 	clock  atomic.Uint64 // counts reads, so that frames have an order
 
-	fullUntil atomic.Int64 // Unix nanoseconds
+	opened    time.Time    // what fullUntil counts from: the clock of the machine may be set
+	fullUntil atomic.Int64 // nanoseconds
 	evicting  atomic.Bool
 
 	mu    sync.Mutex
@@ -166,7 +168,7 @@ func Open(cfg Config) (*Cache, error) {
 	if err != nil {
 		return nil, err
 	}
-	c := &Cache{cfg: cfg, dec: dec, recent: newRecent(cfg.Memory), blobs: map[blob.Sum]*entry{},
+	c := &Cache{cfg: cfg, opened: time.Now(), dec: dec, recent: newRecent(cfg.Memory), blobs: map[blob.Sum]*entry{},
 		slots: make(chan struct{}, demandSlots), idle: make(chan struct{}, idleSlots)}
 	c.ctx, c.cancel = context.WithCancel(context.Background())
 	if err := os.MkdirAll(c.partialDir(), 0o700); err != nil {
@@ -218,6 +220,10 @@ func (c *Cache) scan() error {
 				continue
 			}
 			if d.Name() != "partial" && d.Name() != f.Name()[:2] {
+				continue
+			}
+			if d.Name() != "partial" && !intact(fi, sum) {
+				c.distrust(sum)
 				continue
 			}
 			e := c.entry(Object{Digest: sum, Size: fi.Size()})

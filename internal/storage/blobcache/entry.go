@@ -3,6 +3,7 @@ package blobcache
 import (
 	"context"
 	"crypto/sha256"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"io"
@@ -64,6 +65,10 @@ func (e *entry) check(o Object) error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	if o.Size != e.obj.Size {
+		if e.state == complete && len(e.users) == 0 { // what an earlier process left was cut off
+			e.c.distrust(e.obj.Digest)
+			e.reset()
+		}
 		if e.state != absent || len(e.users) > 0 {
 			return errs.E(errs.Invalid, "blob %s has %d bytes, not %d", o.Digest, e.obj.Size, o.Size)
 		}
@@ -96,11 +101,14 @@ func (e *entry) attach(layer string, room int64) string {
 	path := ""
 	if e.state == complete {
 		path = e.c.completePath(e.obj.Digest)
-		if fi, err := os.Stat(path); err != nil || fi.Size() != e.obj.Size {
-			// Somebody removed it.
+		if fi, err := os.Stat(path); err != nil || fi.Size() != e.obj.Size || !intact(fi, e.obj.Digest) {
+			e.c.distrust(e.obj.Digest)
 			e.reset()
 			path = ""
 		}
+	}
+	if e.state == partial && e.missing == 0 {
+		e.c.spawn(e.seal) // an earlier attempt may have found no room on the disk
 	}
 	if path != "" && e.obj.Size > room && !e.pinned() {
 		path = ""
@@ -108,6 +116,23 @@ func (e *entry) attach(layer string, room int64) string {
 	// Blobs once attached by path stay so: their mount has the file.
 	e.users[layer] = e.users[layer] || path != ""
 	return path
+}
+
+// stamp is the time of change that a blob's complete file has: a date that no write makes, and which every write ends.
+func stamp(d blob.Sum) time.Time { return time.Unix(int64(binary.BigEndian.Uint32(d[:4])>>4), 0) }
+
+// intact tells whether a complete file has not been written to since it was checked.
+func intact(fi os.FileInfo, d blob.Sum) bool { return fi.ModTime().Equal(stamp(d)) }
+
+// distrust removes a complete file that is not as it was left. It is not used for a partial one: mounts may have it open, which
+// must not see the holes of eviction.
+func (c *Cache) distrust(d blob.Sum) {
+	err := os.Remove(c.completePath(d))
+	if errors.Is(err, os.ErrNotExist) {
+		return
+	}
+	c.n.corrupt.Add(1)
+	c.cfg.Log.Warn("a cached blob was changed by something else: it is fetched again", "blob", d, "err", err)
 }
 
 // reset forgets what is on disk; mu is held.
@@ -394,7 +419,7 @@ func (e *entry) frame(ctx context.Context, x *blob.Index, i int) ([]byte, error)
 			if fl.err == nil {
 				return fl.raw, nil
 			}
-			if !temporary(fl.err) || ctx.Err() != nil {
+			if !temporary(fl.err) || ctx.Err() != nil || e.c.ctx.Err() != nil {
 				return nil, fl.err
 			}
 			e.want(x, i, i, demand) // its deadline was another reader's
@@ -403,7 +428,8 @@ func (e *entry) frame(ctx context.Context, x *blob.Index, i int) ([]byte, error)
 				return raw, nil
 			}
 		default:
-			if err := ctx.Err(); err != nil {
+			// Nothing is fetched any more after the end of the cache.
+			if err := errors.Join(ctx.Err(), e.c.ctx.Err()); err != nil {
 				return nil, err
 			}
 			e.want(x, i, i, demand)

@@ -266,9 +266,12 @@ func (e *entry) arrived(i int, raw []byte) {
 	}
 }
 
+// full tells whether the disk had no room a moment ago.
+func (c *Cache) full() bool { return int64(time.Since(c.opened)) < c.fullUntil.Load() }
+
 // store writes a frame to the partial file.
 func (e *entry) store(i int, raw []byte) bool {
-	if time.Now().UnixNano() < e.c.fullUntil.Load() {
+	if e.c.full() {
 		e.c.n.notCached.Add(int64(len(raw)))
 		return false
 	}
@@ -286,7 +289,7 @@ func (e *entry) store(i int, raw []byte) bool {
 		if !errors.Is(err, unix.ENOSPC) && !errors.Is(err, unix.EDQUOT) {
 			e.c.cfg.Log.Warn("the cache cannot be written", "blob", e.name(), "err", err)
 		}
-		e.c.fullUntil.Store(time.Now().Add(fullPause).UnixNano())
+		e.c.fullUntil.Store(int64(time.Since(e.c.opened) + fullPause))
 		e.c.makeRoom(true)
 		return false
 	}
@@ -318,7 +321,7 @@ func (e *entry) fetchIdle(x *blob.Index, first, last int) {
 			case <-e.c.ctx.Done():
 				return
 			}
-			if time.Now().UnixNano() >= e.c.fullUntil.Load() {
+			if !e.c.full() {
 				e.want(x, i, min(i+perJob-1, last), idle)
 				e.settle(i, min(i+perJob-1, last))
 			}

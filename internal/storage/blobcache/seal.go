@@ -101,6 +101,9 @@ func (e *entry) blame(f *os.File, x *blob.Index) error {
 // complete makes a file that was checked the complete one.
 func (e *entry) complete(f *os.File) error {
 	if err := f.Sync(); err != nil {
+		// The kernel says so once, and may take for written what it has only in memory: nothing of the file is to be believed, now or
+		// by the next daemon. https://www.usenix.org/conference/atc20/presentation/rebello
+		e.discard()
 		return fmt.Errorf("sync: %w", err)
 	}
 	// From here to the end nobody evicts or writes.
@@ -118,6 +121,10 @@ func (e *entry) complete(f *os.File) error {
 	if err := unix.Fchmod(int(f.Fd()), 0o400); err != nil {
 		return err
 	}
+	when := stamp(e.obj.Digest)
+	if err := os.Chtimes(e.partial(), when, when); err != nil {
+		return err
+	}
 	if err := os.Rename(e.partial(), to); err != nil {
 		return err
 	}
@@ -133,6 +140,27 @@ func (e *entry) complete(f *os.File) error {
 	e.c.account(e, e.obj.Size)
 	e.c.recent.forget(e)
 	return nil
+}
+
+// discard gives up what is cached of a partial blob. It is fetched again.
+func (e *entry) discard() {
+	e.file.Lock()
+	defer e.file.Unlock()
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.state != partial {
+		return
+	}
+	if err := os.Remove(e.partial()); err != nil {
+		e.c.cfg.Log.Warn("a cached blob cannot be removed", "blob", e.name(), "err", err)
+	}
+	if e.f != nil {
+		e.f.Close()
+		e.f = nil
+	}
+	e.state, e.index, e.have, e.used, e.missing = absent, nil, nil, nil, 0
+	e.c.account(e, 0)
+	e.c.recent.forget(e)
 }
 
 // condemn ends that a blob is read whose frames are those of its index, and whose whole is not that of its name.
