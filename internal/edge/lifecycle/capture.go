@@ -168,6 +168,7 @@ func (e *Edge) whileFrozen(ctx context.Context, b *box, watch *stopwatch, took *
 		}
 		if terr != nil {
 			e.log.Error("a sandbox could not be thawed", "sandbox", b.id, "err", terr)
+			e.thawLater(b)
 			err = errors.Join(err, fmt.Errorf("thaw sandbox %s: %w", b.id, terr))
 		}
 		*took = time.Since(start)
@@ -186,4 +187,46 @@ func (e *Edge) whileFrozen(ctx context.Context, b *box, watch *stopwatch, took *
 	err = f()
 	watch.lap("capture")
 	return err
+}
+
+// thawAgain is how long after a failed thaw the next one is tried.
+const thawAgain = time.Second
+
+// thawLater thaws a sandbox that could not be, as soon as that can be done: nobody else would, since it counts as running. The
+// caller is counted by e.work.
+func (e *Edge) thawLater(b *box) {
+	e.loops.Go(func() {
+		for {
+			select {
+			case <-time.After(thawAgain):
+			case <-e.ctx.Done():
+				return // the next server thaws what runs
+			}
+			done, err := e.thawRunning(b)
+			if done {
+				return
+			}
+			e.log.Error("a sandbox could still not be thawed", "sandbox", b.id, "err", err)
+		}
+	})
+}
+
+// thawRunning thaws a sandbox that is to run; done: it does, or is not meant to any more.
+func (e *Edge) thawRunning(b *box) (done bool, err error) {
+	ctx, cancel := context.WithTimeout(e.ctx, patience)
+	defer cancel()
+	if err := b.take(ctx); err != nil {
+		return false, err
+	}
+	defer b.give()
+	r := b.record()
+	if r.State != sandbox.Running {
+		return true, nil
+	}
+	be, err := e.backend(r.Spec.GetBackend())
+	if err != nil {
+		return true, err
+	}
+	err = be.Thaw(ctx, b.id)
+	return err == nil, err
 }

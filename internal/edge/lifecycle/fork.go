@@ -94,7 +94,14 @@ func (e *Edge) fork(ctx context.Context, b *box, req *harenav1.ForkRequest) (_ *
 	}
 	// The layer has an owner until those that are made from it own it.
 	owner := "fork-" + batch
-	defer func() { err = errors.Join(err, e.cfg.Layers.Release(owner)) }()
+	defer func() {
+		if rerr := e.cfg.Layers.Release(owner); rerr != nil {
+			e.log.Error("the common layer of forks could not be released", "sandbox", b.id, "err", rerr)
+		}
+		if err != nil {
+			e.noteForkGone() // it may be there, and nobody has it
+		}
+	}()
 	packed, err := c.Finish(ctx, func(l Layer) error {
 		_, err := e.cfg.Layers.Acquire(ctx, owner, []string{l.Digest})
 		return err
@@ -175,6 +182,7 @@ func (e *Edge) makeForks(ctx context.Context, b *box, req *harenav1.ForkRequest,
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	made := make([]*harenav1.Sandbox, req.GetCount())
+	begun := make([]sandbox.ID, len(made))
 	failures := make([]error, len(made))
 	indexes := make(chan int)
 	var wg sync.WaitGroup
@@ -184,6 +192,7 @@ func (e *Edge) makeForks(ctx context.Context, b *box, req *harenav1.ForkRequest,
 				rq := *of
 				rq.key, rq.started = forkKey(b, req.GetRequestId(), i), time.Now()
 				if rq.id, failures[i] = sandbox.NewID(e.dir.Edge(), e.cfg.Rand); failures[i] == nil {
+					begun[i] = rq.id
 					made[i], failures[i] = e.makeFork(ctx, &rq)
 				}
 				if failures[i] != nil {
@@ -201,11 +210,11 @@ func (e *Edge) makeForks(ctx context.Context, b *box, req *harenav1.ForkRequest,
 	close(indexes)
 	wg.Wait()
 	if err := context.Cause(ctx); err != nil {
-		return nil, errors.Join(err, e.unmakeForks(made))
+		return nil, errors.Join(err, e.unmakeForks(made, begun))
 	}
 	for _, s := range made {
 		if err := e.sealFork(sandbox.ID(s.GetId())); err != nil {
-			return nil, errors.Join(err, e.unmakeForks(made))
+			return nil, errors.Join(err, e.unmakeForks(made, begun))
 		}
 	}
 	return made, nil
@@ -242,16 +251,29 @@ func (e *Edge) sealFork(id sandbox.ID) error {
 	return err
 }
 
-// unmakeForks removes what was made of a fork that is given up.
-func (e *Edge) unmakeForks(made []*harenav1.Sandbox) error {
+// unmakeForks removes what was made of a fork that is given up, and waits until creations that were given up are undone: one may
+// have succeeded nevertheless, and the call may be repeated under the same request ID.
+func (e *Edge) unmakeForks(made []*harenav1.Sandbox, begun []sandbox.ID) error {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(e.ctx), patience)
 	defer cancel()
+	ids := map[sandbox.ID]bool{}
+	for i, s := range made {
+		ids[begun[i]] = true
+		if s != nil {
+			ids[sandbox.ID(s.GetId())] = true
+		}
+	}
 	var boxes []*box
-	for _, s := range made {
-		if s == nil {
+	for id := range ids {
+		b, err := e.find(id)
+		if err != nil {
 			continue
 		}
-		if b, err := e.find(sandbox.ID(s.GetId())); err == nil {
+		select {
+		case <-b.made:
+		case <-ctx.Done():
+		}
+		if b, err = e.find(id); err == nil {
 			boxes = append(boxes, b)
 		}
 	}

@@ -11,6 +11,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -41,7 +42,10 @@ func (l *layersFake) Compose(_ context.Context, _ string, spec *harenav1.Sandbox
 		case "base", "ws", "tool", "broken":
 			c.Layers = append(c.Layers, Layer{Name: name, Digest: fmt.Sprintf("sha256:%064x", name), Kind: "base"})
 		default:
-			return c, errs.E(errs.NotFound, "layer %s does not exist", name).On("layer %s", name)
+			if !strings.HasPrefix(name, "sha256:") {
+				return c, errs.E(errs.NotFound, "layer %s does not exist", name).On("layer %s", name)
+			}
+			c.Layers = append(c.Layers, Layer{Digest: name, Kind: "snapshot"})
 		}
 	}
 	return c, nil
