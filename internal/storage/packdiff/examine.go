@@ -12,7 +12,8 @@ import (
 
 // Difference is how an image of a writable layer differs from the layers below it.
 type Difference struct {
-	// Added: there was nothing of that name. Changed: type, mode, owner, size, modification time, target or device differ.
+	// Added: there was nothing of that name. Changed: type, mode, owner, size, modification time, target or device differ, or
+	// what can be changed without that, content and file capabilities.
 	// Deleted: with everything that was below. Directories count as changed for their mode and owner only.
 	Added, Changed, Deleted List
 	Findings                Findings
@@ -173,21 +174,27 @@ func (x *examiner) visit(path string, e *erofs.Entry) error {
 		}
 		changed = true
 	default:
-		if changed, err = differs(f.lower, was, name, e); err != nil {
+		if changed, err = differs(x.ctx, f.lower, was, name, e); err != nil {
 			return err
 		}
 	}
 	if changed {
 		x.out.Changed.Add(path)
 	}
-	if x.quality != nil && (was == nil || changed) {
-		return x.quality.look(x.ctx, path, e, was)
+	if x.quality == nil || was != nil && !changed {
+		return nil
 	}
-	return nil
+	had := false // file capabilities
+	if was != nil && e.Xattrs[capability] != "" {
+		if had, err = f.lower.hasAttr(was, name, capability); err != nil {
+			return err
+		}
+	}
+	return x.quality.look(x.ctx, path, e, was, had)
 }
 
 // differs compares what both are of one kind: two directories, or two other files.
-func differs(d *lowerDir, was *found, name string, e *erofs.Entry) (bool, error) {
+func differs(ctx context.Context, d *lowerDir, was *found, name string, e *erofs.Entry) (bool, error) {
 	st := &was.st
 	if st.Mode != e.Mode || st.Uid != e.UID || st.Gid != e.GID {
 		return true, nil
@@ -201,8 +208,21 @@ func differs(d *lowerDir, was *found, name string, e *erofs.Entry) (bool, error)
 	case unix.S_IFCHR, unix.S_IFBLK:
 		return st.Rdev != unix.Mkdev(e.Major, e.Minor), nil
 	}
-	return st.Size != e.Size || st.Mtim.Sec != e.ModTime.Unix() || st.Mtim.Nsec != int64(e.ModTime.Nanosecond()), nil
+	if st.Size != e.Size || st.Mtim.Sec != e.ModTime.Unix() || st.Mtim.Nsec != int64(e.ModTime.Nanosecond()) {
+		return true, nil
+	}
+	if e.Mode&unix.S_IFMT != unix.S_IFREG {
+		return false, nil
+	}
+	// Times can be set back.
+	if had, err := d.hasAttr(was, name, capability); err != nil || had != (e.Xattrs[capability] != "") {
+		return true, err
+	}
+	same, err := d.sameContent(ctx, was, name, e)
+	return !same, err
 }
+
+const capability = "security.capability"
 
 func isOpaque(e *erofs.Entry) bool { return e.Xattrs["trusted.overlay.opaque"] == "y" }
 

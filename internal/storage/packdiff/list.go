@@ -3,6 +3,7 @@ package packdiff
 import (
 	"slices"
 	"strings"
+	"unicode"
 	"unicode/utf8"
 )
 
@@ -32,29 +33,24 @@ func (l *List) distinct() {
 	l.Count -= int64(n - len(l.Paths))
 }
 
-// Quote writes a path as callers see it: absolute, with \xNN for bytes that are no UTF-8, for control characters and for
-// backslashes, so that two different paths never look alike.
+// Quote writes a path as callers see it: absolute, with \xNN for the bytes of what does not print (what is no UTF-8, control
+// characters, marks of direction, spaces but the common one) and for backslashes, so that two different paths do not look alike, and
+// none steers a terminal.
 func Quote(path string) string {
-	plain := utf8.ValidString(path)
-	for i := 0; plain && i < len(path); i++ {
-		plain = path[i] >= 0x20 && path[i] != 0x7f && path[i] != '\\'
-	}
-	if plain {
-		return "/" + path
-	}
 	const digits = "0123456789abcdef"
 	var b strings.Builder
 	b.WriteByte('/')
 	for i := 0; i < len(path); {
 		r, n := utf8.DecodeRuneInString(path[i:])
-		if r == utf8.RuneError && n <= 1 || r < 0x20 || r == 0x7f || r == '\\' {
-			b.WriteString(`\x`)
-			b.WriteByte(digits[path[i]>>4])
-			b.WriteByte(digits[path[i]&15])
-			i++
-			continue
+		if r == utf8.RuneError && n <= 1 || r == '\\' || !unicode.IsPrint(r) {
+			for _, c := range []byte(path[i : i+n]) {
+				b.WriteString(`\x`)
+				b.WriteByte(digits[c>>4])
+				b.WriteByte(digits[c&15])
+			}
+		} else {
+			b.WriteString(path[i : i+n])
 		}
-		b.WriteString(path[i : i+n])
 		i += n
 	}
 	return b.String()

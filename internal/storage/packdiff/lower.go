@@ -1,6 +1,8 @@
 package packdiff
 
 import (
+	"bytes"
+	"context"
 	"errors"
 	"fmt"
 	"io"
@@ -8,6 +10,8 @@ import (
 	"slices"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/harena-dev/harena/internal/storage/erofs"
 )
 
 // lowerDir is a directory as the layers below make it: one directory of each layer that has it, the uppermost first. Nothing
@@ -193,17 +197,78 @@ func (d *lowerDir) read(name string, most int64) ([]byte, error) {
 	if err != nil || f == nil || f.st.Mode&unix.S_IFMT != unix.S_IFREG || f.st.Size > most {
 		return nil, err
 	}
-	fd, err := unix.Openat(int(d.layers[f.layer].Fd()), name, unix.O_RDONLY|unix.O_NOFOLLOW|unix.O_NONBLOCK|unix.O_CLOEXEC, 0)
+	in, err := d.open(f, name)
 	if err != nil {
-		return nil, fmt.Errorf("open a file of a layer: %w", err)
+		return nil, err
 	}
-	in := os.NewFile(uintptr(fd), "layer")
 	defer in.Close()
 	b, err := io.ReadAll(io.LimitReader(in, most))
 	if err != nil {
 		return nil, fmt.Errorf("read a file of a layer: %w", err)
 	}
 	return b, nil
+}
+
+// open opens a regular file.
+func (d *lowerDir) open(f *found, name string) (*os.File, error) {
+	fd, err := unix.Openat(int(d.layers[f.layer].Fd()), name, unix.O_RDONLY|unix.O_NOFOLLOW|unix.O_NONBLOCK|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return nil, fmt.Errorf("open a file of a layer: %w", err)
+	}
+	return os.NewFile(uintptr(fd), "layer"), nil
+}
+
+// hasAttr tells whether a regular file has an extended attribute.
+func (d *lowerDir) hasAttr(f *found, name, attr string) (bool, error) {
+	if f.st.Mode&unix.S_IFMT != unix.S_IFREG {
+		return false, nil
+	}
+	in, err := d.open(f, name)
+	if err != nil {
+		return false, err
+	}
+	defer in.Close()
+	n, err := unix.Fgetxattr(int(in.Fd()), attr, nil)
+	if errors.Is(err, unix.ENODATA) || errors.Is(err, unix.EOPNOTSUPP) {
+		return false, nil
+	}
+	if err != nil {
+		return false, fmt.Errorf("read an attribute of a layer: %w", err)
+	}
+	return n > 0, nil
+}
+
+// sameContent tells whether a file has the same content as one of the image that is of the same size.
+func (d *lowerDir) sameContent(ctx context.Context, f *found, name string, e *erofs.Entry) (bool, error) {
+	content, err := e.Content()
+	if err != nil {
+		return false, err
+	}
+	in, err := d.open(f, name)
+	if err != nil {
+		return false, err
+	}
+	defer in.Close()
+	size := min(1<<17, e.Size+1)
+	a, b := make([]byte, size), make([]byte, size)
+	for {
+		if err := ctx.Err(); err != nil {
+			return false, err
+		}
+		n, aerr := io.ReadFull(content, a)
+		m, berr := io.ReadFull(in, b)
+		end := aerr == io.EOF || aerr == io.ErrUnexpectedEOF
+		switch {
+		case aerr != nil && !end:
+			return false, fmt.Errorf("read a packed file: %w", aerr)
+		case berr != nil && berr != io.EOF && berr != io.ErrUnexpectedEOF:
+			return false, fmt.Errorf("read a file of a layer: %w", berr)
+		case !bytes.Equal(a[:n], b[:m]):
+			return false, nil
+		case end:
+			return true, nil
+		}
+	}
 }
 
 // link reads a symbolic link.

@@ -50,8 +50,8 @@ func newQuality(out *Findings, root *lowerDir, now time.Time) *quality {
 	}
 }
 
-// look judges one name; was is what the layers below have.
-func (q *quality) look(ctx context.Context, path string, e *erofs.Entry, was *found) error {
+// look judges one name; was is what the layers below have, capable whether that has file capabilities.
+func (q *quality) look(ctx context.Context, path string, e *erofs.Entry, was *found, capable bool) error {
 	q.names++
 	dir, _ := split(path)
 	if q.inDir[dir]++; q.inDir[dir] == manyInDir {
@@ -78,7 +78,7 @@ func (q *quality) look(ctx context.Context, path string, e *erofs.Entry, was *fo
 			q.out.add(FindSetuid, path, "mode %04o, owner %d:%d", e.Mode&0o7777, e.UID, e.GID)
 		}
 	}
-	if _, ok := e.Xattrs["security.capability"]; ok && was == nil {
+	if e.Xattrs[capability] != "" && !capable {
 		q.out.add(FindSetuid, path, "it has file capabilities")
 	}
 	if e.Size > hugeFile {

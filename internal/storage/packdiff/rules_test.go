@@ -116,6 +116,8 @@ func TestQuote(t *testing.T) {
 	seen := map[string]string{}
 	for in, want := range map[string]string{
 		"a/b": "/a/b", "ä ö": "/ä ö", "a\nb": `/a\x0ab`, "a\xffb": `/a\xffb`, `a\x0ab`: `/a\x5cx0ab`, "\x7f": `/\x7f`,
+		"\x1b]0;a\a": `/\x1b]0;a\x07`, "\u009b2J": `/\xc2\x9b2J`, "\u202egnp.exe": `/\xe2\x80\xaegnp.exe`, "a\u200b": `/a\xe2\x80\x8b`,
+		"a\u00a0b": `/a\xc2\xa0b`, "a b": "/a b", "\ufffd": "/\ufffd", "": "/", "日本": "/日本",
 	} {
 		got := Quote(in)
 		if got != want {
