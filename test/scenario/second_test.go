@@ -19,7 +19,13 @@ func secondNode(t *testing.T, flags ...string) *ownNode {
 	if the.own == nil {
 		t.Skip("starts a node of its own, which belongs on the machine of the suite's own node")
 	}
-	dir, err := os.MkdirTemp("/var/tmp", "harena-second-")
+	return secondNodeIn(t, "/var/tmp", flags...)
+}
+
+// secondNodeIn keeps the node's directory in a directory of the caller's.
+func secondNodeIn(t *testing.T, parent string, flags ...string) *ownNode {
+	t.Helper()
+	dir, err := os.MkdirTemp(parent, "harena-second-")
 	if err != nil {
 		t.Fatal(err)
 	}

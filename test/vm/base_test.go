@@ -16,7 +16,7 @@ import (
 const (
 	// baseSource is what the machine's root file system is made of, and the image of the scenarios that run in it:
 	// that of README.md and what tests call beside it.
-	baseSource = "debootstrap:bookworm:python3,sudo,apparmor,attr,btrfs-progs,busybox-static,curl,erofs-utils,iproute2,kmod,libcap2-bin,procps,zstd"
+	baseSource = "debootstrap:bookworm:python3,sudo,apparmor,attr,btrfs-progs,busybox-static,curl,e2fsprogs,erofs-utils,iproute2,kmod,libcap2-bin,procps,xfsprogs,zstd"
 	baseName   = "debian:12"
 )
 
@@ -100,6 +100,11 @@ func (b *base) importLayer(ctx context.Context) (err error) {
 	if err != nil {
 		return err
 	}
+	release, err := guard(`exec "$0" down --data "$1" >/dev/null 2>&1`, harena, b.data)
+	if err != nil {
+		return err
+	}
+	defer release()
 	up := exec.CommandContext(ctx, harena, "up", "--data", b.data, "--listen", "127.0.0.1:0")
 	up.Stderr = os.Stderr
 	out, err := up.StdoutPipe()

@@ -19,9 +19,10 @@ import (
 
 // acceleration is how QEMU runs the machine, and how many times longer things then take than on the node.
 type acceleration struct {
-	name string
-	args []string
-	slow int
+	name   string
+	args   []string
+	kernel string // added to its command line
+	slow   int
 }
 
 // accelerator uses KVM with the processor's help only: KVM without it (PVM) does not run the distribution's kernel.
@@ -30,12 +31,13 @@ func accelerator() acceleration {
 	if f, err := os.OpenFile("/dev/kvm", os.O_RDWR, 0); err == nil {
 		_ = f.Close()
 		if regexp.MustCompile(`(?m)^flags.* (vmx|svm)( |$)`).Match(info) {
-			return acceleration{"KVM", []string{"-accel", "kvm", "-cpu", "host", "-smp", "2"}, 2}
+			return acceleration{"KVM", []string{"-accel", "kvm", "-cpu", "host", "-smp", "2"}, "", 2}
 		}
 	}
 	// One processor: with two, each in a thread, QEMU 7.2 now and then runs old code that the kernel has patched (jump labels), and
 	// the kernel dies of it; two in one thread are many times slower, and even two threads are twice as slow as one processor.
-	return acceleration{"TCG", []string{"-accel", "tcg", "-cpu", "max", "-smp", "1"}, 15}
+	// The kernel's watchdogs go by the clock, and would find fault with a node that is busy otherwise.
+	return acceleration{"TCG", []string{"-accel", "tcg", "-cpu", "max", "-smp", "1"}, "nowatchdog sysctl.kernel.hung_task_timeout_secs=600", 15}
 }
 
 // machine is a prepared one.
@@ -70,7 +72,7 @@ func prepare(ctx context.Context, dir string, k kernel, b base, accel accelerati
 	m.args = append(accel.args, "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot",
 		"-M", "q35", "-m", "3G",
 		"-kernel", k.image, "-initrd", initrd,
-		"-append", "console=ttyS0 panic=-1 cryptomgr.notests",
+		"-append", "console=ttyS0 panic=-1 cryptomgr.notests "+accel.kernel,
 		"-serial", "file:"+m.console,
 
 		// Not stdio: that port is unplugged when QEMU has no input.

@@ -25,8 +25,12 @@ var suites = []struct {
 	{"internal/supervisor/files", 2 * time.Minute, ""},
 	{"internal/supervisor", time.Minute, ""},
 	{"internal/edge/backend/container", 3 * time.Minute, ""},
+	{"internal/edge/disk", 30 * time.Second, "^TestQuotas$"},
+	{"internal/edge/swap", 30 * time.Second, ""},
 	{"internal/storage/layer", 3 * time.Minute, ""},
 	{"internal/storage/erofs", 2 * time.Minute, ""},
+	{"internal/storage/fuseblob", time.Minute, ""},
+	{"internal/blobd", 2 * time.Minute, ""},
 	{"test/scenario", 6 * time.Minute, "^(TestCreateGetListStop|TestStreamsAreKeptApart|TestTimeoutKillsTheWholeTree|TestTerminal|TestFileNames|TestSandboxesDoNotShare|TestPauseGivesMemoryBack|TestForksShareFilesAndNoIdentity)$"},
 }
 
@@ -70,6 +74,9 @@ func all(long bool) []step {
 		run := "."
 		if !long {
 			run = s.short
+		}
+		if tests := os.Getenv("HARENA_VM_TESTS"); tests != "" {
+			run = tests
 		}
 		if run == "" {
 			continue

@@ -8,6 +8,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"runtime"
 	"syscall"
 	"testing"
 
@@ -47,9 +48,27 @@ func mounted(t *testing.T, size int64, options string, mkfs ...string) string {
 	return dir
 }
 
-// fill writes until it fails and returns the bytes that a file got.
+// fill writes until it fails and returns the bytes that a file got. It does so as overlayfs does for a sandbox: without the
+// capability to exceed quotas (fs/overlayfs/super.c), which ext4 would respect.
 func fill(t *testing.T, path string, most int) (int, error) {
 	t.Helper()
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
+	var all, less [2]unix.CapUserData
+	if err := unix.Capget(&header, &all[0]); err != nil {
+		t.Fatal(err)
+	}
+	less = all
+	less[0].Effective &^= 1 << unix.CAP_SYS_RESOURCE
+	if err := unix.Capset(&header, &less[0]); err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		if err := unix.Capset(&header, &all[0]); err != nil {
+			t.Error(err)
+		}
+	}()
 	f, err := os.Create(path)
 	if err != nil {
 		return 0, err
