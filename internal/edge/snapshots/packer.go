@@ -5,8 +5,10 @@ package snapshots
 import (
 	"context"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"time"
 
@@ -34,6 +36,24 @@ type Packer struct {
 	// InUse returns the layers that sandboxes have.
 	InUse func() map[layer.Digest]bool
 	held  memory
+	// Examining is work for processors, and keeps the directories of all layers open on the way to where it is.
+	examining examiners
+}
+
+// examiners gives out turns, as many as there are processors.
+type examiners struct {
+	once  sync.Once
+	turns chan struct{}
+}
+
+func (x *examiners) take(ctx context.Context) (give func(), err error) {
+	x.once.Do(func() { x.turns = make(chan struct{}, max(1, min(4, runtime.GOMAXPROCS(0)))) })
+	select {
+	case x.turns <- struct{}{}:
+		return func() { <-x.turns }, nil
+	case <-ctx.Done():
+		return nil, context.Cause(ctx)
+	}
 }
 
 // What all snapshots together, and one of them, may hold in memory of what their sandboxes wrote.
@@ -245,6 +265,11 @@ func (k *packing) examine(ctx context.Context, out *lifecycle.Packed) error {
 		}
 		dirs = append(dirs, dir)
 	}
+	give, err := k.p.examining.take(ctx)
+	if err != nil {
+		return err
+	}
+	defer give()
 	diff, err := packdiff.Examine(ctx, img, dirs, packdiff.Options{Now: k.p.Now(), Quality: true, Cleaner: k.cleaner})
 	if err != nil {
 		return err

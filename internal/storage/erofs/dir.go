@@ -9,6 +9,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 
 	"golang.org/x/sys/unix"
 
@@ -95,6 +96,10 @@ func (d *dirBuilder) readTree(dir *os.File, root *inode) error {
 	return d.walk(dir, root, "")
 }
 
+// maxDepth bounds the directories on the way to a file, of which each is open while those below are read: the descriptors of the
+// server are for many trees at once.
+const maxDepth = 1000
+
 type fileID struct{ dev, ino uint64 }
 
 type dirBuilder struct {
@@ -121,7 +126,8 @@ func (d *dirBuilder) walk(f *os.File, ino *inode, path string) error {
 			sub = path + "/" + name
 		}
 		if len(sub) > maxPathLen {
-			return errs.OverLimit(errs.Invalid, "length of a path", maxPathLen, len(sub)).On("%s", quote(sub))
+			return fmt.Errorf("%s: %w", quote(sub), errs.OverLimit(errs.Invalid, "length of a path", maxPathLen, len(sub)).
+				WithHint("remove what lies so deep, or move it up"))
 		}
 		if err := d.add(f, ino, name, sub); err != nil {
 			return err
@@ -142,7 +148,8 @@ func (d *dirBuilder) add(f *os.File, parent *inode, name, path string) error {
 	if err != nil {
 		return readDirError(err, path)
 	}
-	defer unix.Close(fd)
+	closeFD := sync.OnceFunc(func() { unix.Close(fd) })
+	defer closeFD()
 	var st unix.Stat_t
 	if err := unix.Fstat(fd, &st); err != nil {
 		return readDirError(err, path)
@@ -163,6 +170,7 @@ func (d *dirBuilder) add(f *os.File, parent *inode, name, path string) error {
 	ino := &inode{}
 	switch st.Mode & modeFmt {
 	case modeDir:
+		closeFD() // one descriptor a level is enough
 		err = d.addDir(f, ino, &st, name, path)
 	case modeReg:
 		err = d.addRegular(fd, ino, &st, path)
@@ -183,6 +191,10 @@ func (d *dirBuilder) add(f *os.File, parent *inode, name, path string) error {
 
 func (d *dirBuilder) addDir(parent *os.File, ino *inode, st *unix.Stat_t, name, path string) error {
 	ino.dir = &directory{}
+	if depth := strings.Count(path, "/") + 1; depth > maxDepth {
+		return fmt.Errorf("%s: %w", quote(path), errs.OverLimit(errs.Invalid, "depth of directories", maxDepth, depth).
+			WithHint("remove what lies so deep, or move it up"))
+	}
 	fd, err := unix.Openat2(int(parent.Fd()), name, &unix.OpenHow{
 		Flags:   unix.O_RDONLY | unix.O_DIRECTORY | unix.O_NOFOLLOW | unix.O_CLOEXEC,
 		Resolve: unix.RESOLVE_BENEATH | unix.RESOLVE_NO_XDEV,

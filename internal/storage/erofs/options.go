@@ -193,7 +193,7 @@ func (b *builder) admit(size int64) error {
 		return errs.OverLimit(errs.Invalid, "size of a file in a layer", maxFileSize, size)
 	}
 	if size > b.o.MaxBytes-b.read {
-		return errs.OverLimit(errs.Invalid, "size of all files of a layer", b.o.MaxBytes, b.read+size)
+		return errs.OverLimit(errs.Invalid, "size of all files of a layer", b.o.MaxBytes, b.read+size).WithHint("holes of sparse files count")
 	}
 	return nil
 }
