@@ -255,7 +255,7 @@ func TestTrusted(t *testing.T) {
 	dir := t.TempDir()
 	for name, value := range map[string]string{
 		"trusted.overlay.opaque": "y", "trusted.overlay.origin": "o", "trusted.overlay.impure": "y", "trusted.overlay.uuid": "u",
-		"trusted.other": "x", "user.overlay.opaque": "y", "security.other": "label",
+		"trusted.other": "x", "user.overlay.opaque": "y", "security.ima": "\x04label", "security.other": "value",
 	} {
 		if err := unix.Setxattr(dir, name, []byte(value), 0); err != nil {
 			t.Skipf("cannot set %s here: %v", name, err)
@@ -266,8 +266,8 @@ func TestTrusted(t *testing.T) {
 		want     map[string]string
 		warnings int
 	}{
-		{true, map[string]string{"trusted.overlay.opaque": "y", "user.overlay.opaque": "y"}, 2},
-		{false, map[string]string{"user.overlay.opaque": "y"}, 6},
+		{true, map[string]string{"trusted.overlay.opaque": "y", "user.overlay.opaque": "y", "security.other": "value"}, 2},
+		{false, map[string]string{"user.overlay.opaque": "y", "security.other": "value"}, 6},
 	} {
 		im, res := fromDir(t, dir, erofs.Options{KeepTrusted: c.keep})
 		if len(res.Warnings) != c.warnings {

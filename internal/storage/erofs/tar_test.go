@@ -112,6 +112,15 @@ func TestTarNames(t *testing.T) {
 		{"hard link to itself", []entry{file("a", "x"), link(tar.TypeLink, "a", "a")}, "040755 .\n100644 a \"x\"\n"},
 		{"hard link over its target's directory", []entry{file("d/a", "x"), link(tar.TypeLink, "d", "d/a")}, "040755 .\n100644 d \"x\"\n"},
 		{"trusted attributes dropped", []entry{withAttr(folder("d"), "trusted.overlay.redirect", "/secret")}, "040755 .\n040750 d\n"},
+		{"labels of security modules dropped", []entry{
+			withAttr(file("a", ""), "security.selinux", "x"), withAttr(file("b", ""), "security.SMACK64EXEC", "x"), withAttr(file("c", ""), "security.evm", "x"),
+			withAttr(file("d", ""), "security.ima", "x"), withAttr(file("e", ""), "security.apparmor", "x"), withAttr(file("f", ""), "security.bpf.x", "x"),
+			withAttr(file("g", ""), "security.", "x"),
+		}, "040755 .\n100644 a \"\"\n100644 b \"\"\n100644 c \"\"\n100644 d \"\"\n100644 e \"\"\n100644 f \"\"\n100644 g \"\"\n"},
+		{"attributes of all kinds of files", []entry{
+			withAttr(link(tar.TypeSymlink, "a", "x"), "security.harena", "1"), withAttr(link(tar.TypeFifo, "b", ""), "security.harena", "2"),
+			withAttr(link(tar.TypeChar, "c", ""), "security.harena", "3"), withAttr(folder("d"), "security.harena", "4"), link(tar.TypeLink, "e", "a"),
+		}, "040755 .\n120777 a -> x links=2 security.harena=\"1\"\n010000 b security.harena=\"2\"\n020000 c 0:0 security.harena=\"3\"\n040750 d security.harena=\"4\"\n120777 e -> x links=2 security.harena=\"1\"\n"},
 		{"user attribute", []entry{withAttr(file("d", ""), "user.x", "a\x00=b")}, "040755 .\n100644 d \"\" user.x=\"a\\x00=b\"\n"},
 		{"libarchive's attribute", []entry{{Header: tar.Header{Typeflag: tar.TypeReg, Name: "f", PAXRecords: map[string]string{"LIBARCHIVE.xattr.user.a%20b": "AAH/"}}}}, "040755 .\n100000 f \"\" user.a b=\"\\x00\\x01\\xff\"\n"},
 		{"whiteouts are plain files", []entry{file(".wh.a", "")}, "040755 .\n100644 .wh.a \"\"\n"},

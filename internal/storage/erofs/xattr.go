@@ -65,6 +65,21 @@ const (
 	attrRefuse
 )
 
+// isLabel tells the attributes by which security modules of the kernel (XATTR_*_SUFFIX of linux/xattr.h; Smack
+// has several, BPF programs any below bpf.) would let a tree say what its files may do on this machine.
+func isLabel(name string) bool {
+	suffix := strings.TrimPrefix(name, "security.")
+	if suffix == "" {
+		return true
+	}
+	for _, label := range [...]string{"selinux", "SMACK64", "apparmor", "ima", "evm", "bpf."} {
+		if strings.HasPrefix(suffix, label) {
+			return true
+		}
+	}
+	return false
+}
+
 // judge decides which attributes get into a layer. It is the boundary against
 // attributes that steer overlayfs (redirect and metacopy injection) and against
 // labels of the machine that made the tree.
@@ -73,6 +88,8 @@ func judge(name string, keepTrusted bool) verdict {
 	case name == nameCapability, name == nameACLAccess, name == nameACLDefault:
 		return attrKeep
 	case strings.HasPrefix(name, "user.") && name != "user.":
+		return attrKeep
+	case strings.HasPrefix(name, "security.") && !isLabel(name):
 		return attrKeep
 	case strings.HasPrefix(name, overlayPrefix) && keepTrusted:
 		switch strings.TrimPrefix(name, overlayPrefix) {

@@ -465,6 +465,19 @@ func TestImportedCases(t *testing.T) {
 	sym := func(n, to string) tarEntry {
 		return tarEntry{tar.Header{Name: n, Typeflag: tar.TypeSymlink, Linkname: to}, ""}
 	}
+	with := func(e tarEntry) tarEntry {
+		e.h.PAXRecords = map[string]string{"SCHILY.xattr.security.harena": "a\x00b"}
+		if e.h.Typeflag == tar.TypeReg {
+			e.h.PAXRecords["SCHILY.xattr.user.long"] = strings.Repeat("v", 3000)
+		}
+		return e
+	}
+	node := func(n string, kind byte) tarEntry {
+		return tarEntry{tar.Header{Name: n, Typeflag: kind, Devmajor: 1, Devminor: 3, Mode: 0o600}, ""}
+	}
+	owned := func(n string, sec, nsec int64) tarEntry {
+		return tarEntry{tar.Header{Name: n, Typeflag: tar.TypeReg, Uid: 4_000_000_000, Gid: 70_000, ModTime: time.Unix(sec, nsec), Format: tar.FormatPAX}, ""}
+	}
 	for name, layers := range map[string][][]tarEntry{
 		"dir, file, dir":           {{dir("a"), reg("a/x", "1")}, {reg("a", "2")}, {dir("a"), reg("a/y", "3")}},
 		"dir, file, dir, implied":  {{dir("a"), reg("a/x", "1")}, {reg("a", "2")}, {reg("a/y", "3")}},
@@ -482,6 +495,9 @@ func TestImportedCases(t *testing.T) {
 		"empty layers":             {{}, {reg("f", "1")}, {}},
 		"nothing":                  {},
 		"whiteout of nothing":      {{reg(".wh.a", ""), reg("b/.wh.c", ""), reg("f", "1")}, {reg("f/.wh.x", "")}},
+		"attributes of all kinds":  {{with(sym("l", "x")), with(dir("d")), with(reg("f", "1")), with(node("p", tar.TypeFifo)), with(node("c", tar.TypeChar))}, {link("m", "l"), link("q", "c")}},
+		"owners and times":         {{owned("a", -1, 999_999_999), owned("b", -2_000_000_000, 1), owned("c", 7_000_000_000, 5)}},
+		"long and odd names":       {{reg(strings.Repeat("n", 255), "1"), reg("new\nline", "2"), reg(strings.Repeat("deep/", 700)+"f", "3"), dir("empty")}},
 		"whiteout of the whiteout": {{dir("a"), reg("a/x", "1")}, {reg("a/.wh.x", "")}, {reg("a/x", "3")}, {reg("a/.wh.x", "")}},
 	} {
 		var tars [][]byte

@@ -13,9 +13,11 @@ echo su >srv/a/setuid; chmod 4755 srv/a/setuid; echo sg >srv/a/setgid; chown 12:
 mkdir srv/a/sticky; chown 1000:1001 srv/a/sticky; chmod 1777 srv/a/sticky; mkdir srv/a/gdir; chmod 2770 srv/a/gdir
 echo none >srv/a/mode-none; chown 65533:65533 srv/a/mode-none; chmod 0 srv/a/mode-none
 echo cap >srv/a/cap; setfattr -n security.capability -v 0x0100000200200000000000000000000000000000 srv/a/cap
+setfattr -h -n security.harena -v link srv/b/symlink
 setfattr -n user.text -v value srv/a/h1; setfattr -n user.binary -v 0x00ff0a3d00 srv/a/h1; setfattr -n user.dir -v on srv/a/gdir
 setfattr -n user.long -v "$(printf 'y%.0s' $(seq 2000))" srv/a/one
 mknod srv/a/char c 10 200; mknod srv/a/block b 259 70000; mknod srv/a/null c 1 3; mkfifo -m 620 srv/a/fifo; chown 5:6 srv/a/char
+for f in char block fifo sticky; do setfattr -n security.harena -v $f srv/a/$f; done
 : >srv/a/empty; mkdir srv/a/empty-dir
 touch "srv/odd names/new
 line" "srv/odd names/$(printf '\377\001')" "srv/odd names/ü ß" 'srv/odd names/*' "srv/odd names/$(printf 'n%.0s' $(seq 255))"
