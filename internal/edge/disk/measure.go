@@ -19,13 +19,15 @@ const (
 	// maxWaiting bounds those. A tree that has more is made to be hard to measure.
 	maxWaiting  = 4096
 	blockOfStat = 512 // stat(2)
+	// fileCost is what a file counts for at least: file systems such as ext4 have so many inodes and no more.
+	fileCost = 4096
 )
 
 // ErrTooDeep says that a tree cannot be measured within reason.
 var ErrTooDeep = errs.E(errs.Capacity, "directories are nested too deeply to be measured")
 
-// Measure adds up the blocks of a tree that others change meanwhile. It follows nothing; a file with several names
-// counts once.
+// Measure adds up the blocks of a tree that others change meanwhile, of every file 4 KiB at least. It follows nothing; a file
+// with several names counts once.
 func Measure(ctx context.Context, path string) (int64, error) {
 	fd, err := unix.Open(path, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0)
 	if err != nil {
@@ -92,7 +94,7 @@ func (m *measure) entry(dir int, name string, depth int) error {
 		}
 		m.linked[key] = true
 	}
-	m.bytes += st.Blocks * blockOfStat
+	m.bytes += max(st.Blocks*blockOfStat, fileCost)
 	if kind != unix.S_IFDIR {
 		return nil
 	}
@@ -149,5 +151,5 @@ func unlinked(link string, seen map[linkKey]bool) int64 {
 		return 0 // memory: memfd, tmpfs
 	}
 	seen[key] = true
-	return int64(st.Blocks) * blockOfStat
+	return max(int64(st.Blocks)*blockOfStat, fileCost)
 }

@@ -15,6 +15,7 @@ const (
 	qXSetQLim     = (0x5804 << 8) | prjQuota
 	qXGetQStatV   = (0x5808 << 8) | prjQuota
 	projEnforced  = 1 << 5 // FS_QUOTA_PDQ_ENFD
+	dqInoHard     = 1 << 1 // FS_DQ_IHARD
 	dqBlkHard     = 1 << 3 // FS_DQ_BHARD
 	dqProject     = 2      // FS_PROJ_QUOTA
 	basicBlock    = 512
@@ -106,7 +107,10 @@ func (d *Disk) makeProject(path string, limit int64) error {
 }
 
 func setProjectLimit(fd int, id uint32, limit int64) error {
-	q := diskQuota{version: 1, flags: dqProject, fields: dqBlkHard, id: id, blkHard: uint64(limit+basicBlock-1) / basicBlock}
+	q := diskQuota{
+		version: 1, flags: dqProject, fields: dqBlkHard | dqInoHard, id: id,
+		blkHard: uint64(limit+basicBlock-1) / basicBlock, inoHard: uint64(limit+fileCost-1) / fileCost,
+	}
 	if err := quotactl(fd, qXSetQLim, id, unsafe.Pointer(&q)); err != nil {
 		return fmt.Errorf("set the limit of a project: %w", err)
 	}

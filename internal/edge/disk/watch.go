@@ -101,7 +101,8 @@ func (w *Watch) round(ctx context.Context, now time.Time) {
 	if err := unix.Statfs(w.root, &st); err != nil {
 		return // and again soon
 	}
-	for _, t := range w.due(int64(st.Blocks-st.Bfree)*st.Bsize, now) {
+	// Files, too, so that what has no content does not go unnoticed. What has counts twice, and is measured the sooner.
+	for _, t := range w.due(int64(st.Blocks-st.Bfree)*st.Bsize+int64(st.Files-st.Ffree)*fileCost, now) {
 		w.measure(ctx, t)
 	}
 }

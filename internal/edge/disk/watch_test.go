@@ -2,10 +2,13 @@ package disk
 
 import (
 	"context"
+	"fmt"
 	"os"
 	"path/filepath"
 	"testing"
 	"time"
+
+	"golang.org/x/sys/unix"
 )
 
 func TestDue(t *testing.T) {
@@ -78,5 +81,27 @@ func TestWatchTellsOnce(t *testing.T) {
 	}
 	if len(told) != 1 || told["over"] < 1<<20 {
 		t.Errorf("told %v", told)
+	}
+}
+
+// Files without content are bounded as well, and noticed without anything being written to them.
+func TestEmptyFilesCount(t *testing.T) {
+	dir := t.TempDir()
+	var st unix.Statfs_t
+	if err := unix.Statfs(dir, &st); err != nil || st.Files == 0 {
+		t.Skipf("this file system does not count inodes: %v", err)
+	}
+	told := map[string]int64{}
+	w := NewWatch(dir, func(key string, used int64) { told[key] = used })
+	w.round(context.Background(), time.Now())
+	w.Add(Target{Key: "files", Path: dir, Limit: 4 << 20, Pids: func() []int { return nil }, Busy: func() bool { return false }})
+	for i := range 1200 {
+		if err := os.Symlink("x", filepath.Join(dir, fmt.Sprint(i))); err != nil {
+			t.Fatal(err)
+		}
+	}
+	w.round(context.Background(), time.Now())
+	if told["files"] < 1200*fileCost {
+		t.Errorf("told %v of 1,200 files of 4 KiB", told)
 	}
 }
