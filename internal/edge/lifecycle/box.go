@@ -139,7 +139,7 @@ func (e *Edge) commit(b *box, must bool, change func(*Record) error) error {
 	if err := change(&r); err != nil {
 		return err
 	}
-	if err := e.records.write(&r); err != nil {
+	if err := e.records.write(&r, must); err != nil {
 		if !must {
 			return err
 		}

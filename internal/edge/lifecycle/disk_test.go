@@ -52,7 +52,8 @@ func TestDiskFull(t *testing.T) {
 	w := newWorld(t)
 	onTmpfs(t, w, "size=1m")
 	e := w.up()
-	kept, stopped := w.create(), w.create()
+	kept, stopped, resumed := w.create(), w.create(), w.create()
+	w.good(w.pause(ids(resumed.GetId())), sandbox.Paused)
 	ballast := filepath.Join(w.path, "ballast")
 	fillDisk(t, ballast)
 	_, err := e.Create(t.Context(), &edgev1.CreateRequest{Spec: spec()})
@@ -68,6 +69,7 @@ func TestDiskFull(t *testing.T) {
 	if out := w.stop(stopped.GetId()); out[0].GetError() != nil || out[0].GetState() != "stopped" {
 		t.Errorf("stop on a full disk: %v", out)
 	}
+	w.good(w.resume(ids(resumed.GetId())), sandbox.Running)
 	// The server can be started again, and has lost nothing.
 	w.down()
 	err = w.try()
@@ -85,13 +87,12 @@ func TestDiskFull(t *testing.T) {
 	if s, err := e.Get(kept.GetId()); err != nil || s.GetState() != "running" {
 		t.Errorf("after a full disk: %v, %v", s, err)
 	}
-	w.stop(kept.GetId(), stopped.GetId())
-	w.create()
-	for _, s := range []string{kept.GetId(), stopped.GetId()} {
-		if got, err := e.Get(s); err == nil && got.GetState() != "stopped" && got.GetState() != "failed" {
-			t.Errorf("%v", got)
-		}
+	w.holds(resumed.GetId(), sandbox.Running)
+	if s, err := e.Get(stopped.GetId()); err != nil || s.GetState() != "stopped" {
+		t.Errorf("stopped on a full disk: %v, %v", s, err)
 	}
+	w.good(w.stop(kept.GetId(), resumed.GetId()), sandbox.Stopped)
+	w.good(w.stop(w.create().GetId()), sandbox.Stopped)
 }
 
 func TestNoInodes(t *testing.T) {

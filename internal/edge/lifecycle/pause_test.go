@@ -364,6 +364,16 @@ func TestStopOfPaused(t *testing.T) {
 		}
 		w.good(resp.GetOutcomes(), sandbox.Stopped)
 	}
+	// Why it was paused is not why it was stopped.
+	s := w.create()
+	b, _ := w.edge.find(sandbox.ID(s.GetId()))
+	if err := w.edge.pause(t.Context(), b, pauseCall{reason: sandbox.ReasonIdle}); err != nil {
+		t.Fatal(err)
+	}
+	w.good(w.stop(s.GetId()), sandbox.Stopped)
+	if got, err := w.edge.Get(s.GetId()); err != nil || got.GetReason() != "" {
+		t.Errorf("stopped by its owner: %v, %v", got, err)
+	}
 	w.empty()
 }
 

@@ -1,6 +1,7 @@
 package lifecycle
 
 import (
+	"bytes"
 	"errors"
 	"os"
 	"path/filepath"
@@ -30,24 +31,57 @@ func (s records) create(r *Record) error {
 	if err := os.Mkdir(s.dir(r.ID()), 0o700); err != nil {
 		return s.fault("make the sandbox's directory", err)
 	}
-	return s.write(r)
+	return s.write(r, false)
 }
 
-// write replaces a record.
-func (s records) write(r *Record) error {
+const (
+	// recordSpare is what a record can grow by at least when it is written over: an end, or a pause with its report.
+	recordSpare = 512
+	recordUnit  = 1024
+	// maxOver is the most that is written over: the kernel copies it in one piece, whatever kills the writer.
+	maxOver = 4096
+)
+
+// write replaces a record. With must, it is written over the old one when the disk has no room for a new file, so that a
+// server that starts then does not take what was ended for what runs.
+func (s records) write(r *Record, must bool) error {
 	b, err := r.encode()
 	if err != nil {
 		return err
 	}
 	path := filepath.Join(s.dir(r.ID()), recordName)
-	err = os.WriteFile(path+".tmp", b, 0o600)
+	err = os.WriteFile(path+".tmp", padded(b, (len(b)+recordSpare+recordUnit-1)/recordUnit*recordUnit), 0o600)
 	if err == nil {
 		err = os.Rename(path+".tmp", path)
 	}
 	if err != nil {
 		_ = os.Remove(path + ".tmp")
+		if full := errors.Is(err, unix.ENOSPC) || errors.Is(err, unix.EDQUOT); must && full && writeOver(path, b) {
+			return nil
+		}
 	}
 	return s.fault("write the sandbox's record", err)
+}
+
+// padded adds what JSON ignores.
+func padded(b []byte, size int) []byte {
+	return append(b, bytes.Repeat([]byte(" "), max(0, size-len(b)))...)
+}
+
+// writeOver writes over a file that is as large, or larger, which needs no more room where files are not copied on write. It
+// reports whether that was done.
+func writeOver(path string, b []byte) bool {
+	f, err := os.OpenFile(path, os.O_WRONLY, 0)
+	if err != nil {
+		return false
+	}
+	defer f.Close() //nolint:errcheck // what matters is in the page cache
+	st, err := f.Stat()
+	if err != nil || st.Size() > maxOver || int64(len(b)) > st.Size() {
+		return false
+	}
+	_, err = f.WriteAt(padded(b, int(st.Size())), 0)
+	return err == nil
 }
 
 // makeUpper makes the directories of the writable layer, which may grow to limit bytes.

@@ -96,8 +96,11 @@ func (b *box) isGone() bool {
 func (e *Edge) end(ctx context.Context, b *box, c stopCall) error {
 	was := b.record()
 	err := e.commit(b, true, func(r *Record) error {
-		if c.reason != "" {
+		switch {
+		case c.reason != "":
 			r.Reason = c.reason
+		case r.State.CanExec():
+			r.Reason = "" // why it was paused, which is not why it is stopped
 		}
 		if r.State == sandbox.Stopping {
 			return nil // found like this after a restart
