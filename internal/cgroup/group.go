@@ -9,6 +9,7 @@ import (
 	"path"
 	"slices"
 	"strconv"
+	"strings"
 
 	"golang.org/x/sys/unix"
 
@@ -75,24 +76,31 @@ func (g *Group) plan(l Limits) []op {
 	quota := strconv.FormatInt(max(minQuota, int64(math.Ceil(l.CPU*cpuPeriod))), 10)
 
 	ops := []op{{dir: dir}}
+	// Zygote and file workers are in the limits of memory and CPU, but not in that of processes: a fork bomb must not keep
+	// them from forking. Work has all limits, since it is what programs inside see at /sys/fs/cgroup, and adapt to.
+	var below []string
+	var inside []op
 	if v2(memory) && l.Memory > 0 {
-		ops = append(ops, op{dir, "memory.max", strconv.FormatInt(l.Memory, 10)})
+		limit := strconv.FormatInt(l.Memory, 10)
+		ops = append(ops, op{dir, "memory.max", limit})
 		if r.swap {
 			ops = append(ops, op{dir, "memory.swap.max", "0"})
 		}
+		below, inside = append(below, "+memory"), append(inside, op{work, "memory.max", limit})
 	}
 	if v2(cpu) && l.CPU > 0 {
-		ops = append(ops, op{dir, "cpu.max", quota + " " + strconv.Itoa(cpuPeriod)})
+		limit := quota + " " + strconv.Itoa(cpuPeriod)
+		ops = append(ops, op{dir, "cpu.max", limit})
+		below, inside = append(below, "+cpu"), append(inside, op{work, "cpu.max", limit})
 	}
 	if v2(pids) && l.Pids > 0 {
-		// The only controller that is split further: zygote and file workers
-		// are ours, and a fork bomb must not keep them from forking.
-		ops = append(ops, op{dir, "cgroup.subtree_control", "+pids"})
+		below, inside = append(below, "+pids"), append(inside, op{work, "pids.max", strconv.FormatInt(l.Pids, 10)})
+	}
+	if len(below) > 0 {
+		ops = append(ops, op{dir, "cgroup.subtree_control", strings.Join(below, " ")})
 	}
 	ops = append(ops, op{dir: string(p.Zygote)}, op{dir: string(p.Files)}, op{dir: work})
-	if v2(pids) && l.Pids > 0 {
-		ops = append(ops, op{work, "pids.max", strconv.FormatInt(l.Pids, 10)})
-	}
+	ops = append(ops, inside...)
 	for _, c := range wanted {
 		if r.v1[c] != "" {
 			ops = append(ops, op{dir: v1(c)})

@@ -11,7 +11,7 @@
 //	                       /blobd         what serves layers of a remote store; v2: memory.min
 //	<cgroup2>/harena-<edge>/<ID>/         v2: memory.max, memory.swap.max, cpu.max
 //	                            /zygote  /files
-//	                            /work/    v2: pids.max
+//	                            /work/    v2: pids.max; memory.max and cpu.max again, seen inside
 //	<v1 controller>/harena-<edge>/<ID>/   v1: the limits
 package cgroup
 

@@ -120,10 +120,12 @@ func TestV2(t *testing.T) {
 		"harena-x/id/memory.max = 4096",
 		"harena-x/id/memory.swap.max = 0",
 		"harena-x/id/cpu.max = 200000 100000",
-		"harena-x/id/cgroup.subtree_control = +pids",
+		"harena-x/id/cgroup.subtree_control = +memory +cpu +pids",
 		"mkdir harena-x/id/zygote",
 		"mkdir harena-x/id/files",
 		"mkdir harena-x/id/work",
+		"harena-x/id/work/memory.max = 4096",
+		"harena-x/id/work/cpu.max = 200000 100000",
 		"harena-x/id/work/pids.max = 7",
 	}
 	if got := v2(t, m, "/c"); !slices.Equal(got, want) {

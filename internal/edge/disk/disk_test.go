@@ -48,12 +48,11 @@ func mounted(t *testing.T, size int64, options string, mkfs ...string) string {
 	return dir
 }
 
-// fill writes until it fails and returns the bytes that a file got. It does so as overlayfs does for a sandbox: without the
-// capability to exceed quotas (fs/overlayfs/super.c), which ext4 would respect.
-func fill(t *testing.T, path string, most int) (int, error) {
+// asOverlayfs makes the calling goroutine do what overlayfs does for a sandbox: write without the capability to exceed quotas
+// (fs/overlayfs/super.c), which ext4 would respect.
+func asOverlayfs(t *testing.T) (undo func()) {
 	t.Helper()
 	runtime.LockOSThread()
-	defer runtime.UnlockOSThread()
 	header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
 	var all, less [2]unix.CapUserData
 	if err := unix.Capget(&header, &all[0]); err != nil {
@@ -64,11 +63,18 @@ func fill(t *testing.T, path string, most int) (int, error) {
 	if err := unix.Capset(&header, &less[0]); err != nil {
 		t.Fatal(err)
 	}
-	defer func() {
+	return func() {
 		if err := unix.Capset(&header, &all[0]); err != nil {
 			t.Error(err)
 		}
-	}()
+		runtime.UnlockOSThread()
+	}
+}
+
+// fill writes until it fails and returns the bytes that a file got.
+func fill(t *testing.T, path string, most int) (int, error) {
+	t.Helper()
+	defer asOverlayfs(t)()
 	f, err := os.Create(path)
 	if err != nil {
 		return 0, err
@@ -84,6 +90,25 @@ func fill(t *testing.T, path string, most int) (int, error) {
 		}
 	}
 	return n, f.Sync()
+}
+
+// fillFiles makes empty files until it fails, which it has to do at most before there are more.
+func fillFiles(t *testing.T, dir string, most int) {
+	t.Helper()
+	defer asOverlayfs(t)()
+	for i := range most + 1 {
+		err := os.WriteFile(filepath.Join(dir, fmt.Sprint(i)), nil, 0o600)
+		if errors.Is(err, unix.EDQUOT) || errors.Is(err, unix.ENOSPC) {
+			if i < most/2 {
+				t.Errorf("only %d files could be made where %d may be", i, most)
+			}
+			return
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	t.Errorf("more than %d files were made", most)
 }
 
 func TestQuotas(t *testing.T) {
@@ -143,6 +168,9 @@ func TestQuotas(t *testing.T) {
 			}
 			if _, err := fill(t, filepath.Join(a, "data", "g"), limit/2); err != nil {
 				t.Fatalf("a raised limit does not count: %v", err)
+			}
+			if fs.mode == disk.ModeProject {
+				fillFiles(t, filepath.Join(b, "data"), limit/4096)
 			}
 			parent, err := os.Open(root)
 			if err != nil {

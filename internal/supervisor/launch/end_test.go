@@ -235,7 +235,7 @@ func TestMemoryOfTheZygote(t *testing.T) {
 
 // TestCgroupNamespace: commands see their own group below the sandbox's, and limits where programs look.
 func TestCgroupNamespace(t *testing.T) {
-	b := start(t, options{limits: cgroup.Limits{Memory: 512 << 20}})
+	b := start(t, options{limits: cgroup.Limits{Memory: 512 << 20, CPU: 1.5, Pids: 77}})
 	got := b.sh(t, "cat /proc/self/cgroup")
 	if strings.Contains(got, "harena") || strings.Contains(got, "..") {
 		t.Errorf("the node's groups are visible:\n%s", got)
@@ -244,5 +244,9 @@ func TestCgroupNamespace(t *testing.T) {
 		if got := b.sh(t, "cat /sys/fs/cgroup/memory/memory.limit_in_bytes"); got != fmt.Sprintln(512<<20) {
 			t.Errorf("memory limit inside: %q", got)
 		}
+		return
+	}
+	if got := b.sh(t, "cd /sys/fs/cgroup && cat memory.max cpu.max pids.max"); got != fmt.Sprintf("%d\n150000 100000\n77\n", 512<<20) {
+		t.Errorf("limits inside: %q", got)
 	}
 }

@@ -270,6 +270,10 @@ func TestSignalAndKill(t *testing.T) {
 }
 
 func TestManyCommandsLeaveNothing(t *testing.T) {
+	each := 125
+	if testing.Short() {
+		each = 25
+	}
 	b := start(t, options{})
 	s := b.spec(t, "/bin/sh", "-c", "true & exit 0")
 	count := func() (fds int) {
@@ -287,7 +291,7 @@ func TestManyCommandsLeaveNothing(t *testing.T) {
 	var wg sync.WaitGroup
 	for range 8 {
 		wg.Go(func() {
-			for range 125 {
+			for range each {
 				p, err := b.Spawner().Spawn(ctx, s)
 				if err != nil {
 					t.Error(err)
