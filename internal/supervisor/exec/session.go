@@ -35,13 +35,17 @@ const (
 type shellKind struct {
 	name  string
 	paths []string
+	// via calls a command that is built in, also when a function has its name, and so that an error in what eval reads does not end the
+	// shell. It is quoted against aliases.
+	via string
 }
 
 // usualShells are tried in order; the first that the sandbox has is it.
 func usualShells() []shellKind {
 	return []shellKind{
-		{"bash", []string{"/bin/bash", "/usr/bin/bash", "/usr/local/bin/bash"}},
-		{"sh", []string{"/bin/sh", "/usr/bin/sh"}},
+		{"bash", []string{"/bin/bash", "/usr/bin/bash", "/usr/local/bin/bash"}, `\builtin`},
+		// POSIX shells have no builtin.
+		{"sh", []string{"/bin/sh", "/usr/bin/sh"}, `\command`},
 	}
 }
 
@@ -54,6 +58,7 @@ func usualShells() []shellKind {
 //
 // The shell is not trusted. Who takes its descriptors from it, or makes it do what it likes, decides how commands of this session
 // seem to end, which it could anyway; a word that changes with each command keeps what does so by accident from being believed.
+// One that does not tell any more is found out by watch.
 type session struct {
 	s       *Service
 	name    string
@@ -63,7 +68,7 @@ type session struct {
 	err     error
 
 	// Set before ready is closed.
-	shell       string
+	shell       shellKind
 	proc        zygote.Process
 	pid         int // on the node
 	group       *group
@@ -136,7 +141,7 @@ func (s *Service) makeSession(ctx context.Context, name, user string) (*session,
 		s.dropSession(ses)
 		return nil, ses.err
 	}
-	s.logSession(&harenav1.LogSession{Name: name, User: user, Event: "created", Shell: ses.shell})
+	s.logSession(&harenav1.LogSession{Name: name, User: user, Event: "created", Shell: ses.shell.name})
 	return ses, nil
 }
 
@@ -226,7 +231,7 @@ func (ses *session) start(ctx context.Context) (err error) {
 		return err
 	}
 	for i, shell := range s.cfg.shells {
-		ses.shell = shell.name
+		ses.shell = shell
 		var found bool
 		if found, err = ses.try(ctx, shell.paths, i == len(s.cfg.shells)-1); found || err != nil {
 			break
@@ -248,6 +253,10 @@ func (ses *session) try(ctx context.Context, paths []string, last bool) (found b
 	if err != nil {
 		return false, err
 	}
+	if err := shrink(d.in); err != nil {
+		d.closeAll()
+		return false, fmt.Errorf("prepare a pipe: %w", err)
+	}
 	defer func() {
 		if !found {
 			d.closeAll()
@@ -257,7 +266,7 @@ func (ses *session) try(ctx context.Context, paths []string, last bool) (found b
 	if err != nil {
 		return false, err
 	}
-	spec := plan(&harenav1.Command{Argv: []string{ses.shell}}, ses.user, s.cfg.Defaults, s.cfg.Hostname)
+	spec := plan(&harenav1.Command{Argv: []string{ses.shell.name}}, ses.user, s.cfg.Defaults, s.cfg.Hostname)
 	spec.Paths, spec.Cgroup = paths, ses.group.dir
 	spec.Stdin, spec.Stdout, spec.Stderr, spec.Extra = d.stdin, d.stdout, d.stderr, theirs
 	ses.proc, err = s.cfg.Spawner.Spawn(s.ctx, spec)
@@ -285,11 +294,11 @@ func (ses *session) try(ctx context.Context, paths []string, last bool) (found b
 	wait, cancel := context.WithTimeout(ctx, startWithin)
 	defer cancel()
 	word := rand.Text()
-	if err := ses.send(report(word)); err == nil {
+	if err := ses.send(ses.shell.report(word)); err == nil {
 		select {
 		case line := <-lines:
 			if _, ok := parseStatus(line, word); !ok {
-				return false, errs.E(errs.Precondition, "the shell %s of the sandbox does not work", ses.shell)
+				return false, errs.E(errs.Precondition, "the shell %s of the sandbox does not work", ses.shell.name)
 			}
 			return true, ses.begun(ended)
 		case exit := <-ended:
@@ -334,20 +343,21 @@ func readStatus(f *os.File, lines chan string) {
 		select {
 		case lines <- string(line):
 		default:
-			// Nobody waits for more than one: it is not the shell's. One word that is wrong ends the session.
+			// Nobody waits for more than one: it is not the shell's. One word that is wrong ends the session, and who goes on
+			// writing is told so by a broken pipe, without work for us.
 			select {
 			case <-lines:
 			default:
 			}
 			lines <- "too much"
+			return
 		}
 	}
 }
 
-// report makes the shell tell the exit status of the line before. Words are quoted against aliases; what the shell traces stays out of
-// the command's output.
-func report(word string) string {
-	return `{ \command printf '%s %s\n' ` + word + ` "$?" >&3; } 2>/dev/null` + "\n"
+// report makes the shell tell the exit status of the line before. What the shell traces stays out of the command's output.
+func (k shellKind) report(word string) string {
+	return `{ ` + k.via + ` printf '%s %s\n' ` + word + ` "$?" >&3; } 2>/dev/null` + "\n"
 }
 
 func parseStatus(line, word string) (code int, ok bool) {
@@ -387,7 +397,7 @@ func (ses *session) follow(ended <-chan zygote.Exit) {
 	if why == whyClosed {
 		event = "closed"
 	}
-	s.logSession(&harenav1.LogSession{Name: ses.name, User: userName(ses.user), Event: event, Shell: ses.shell, Reason: why})
+	s.logSession(&harenav1.LogSession{Name: ses.name, User: userName(ses.user), Event: event, Shell: ses.shell.name, Reason: why})
 	ses.turn <- struct{}{} // the last command has all of its output
 	for _, f := range []*os.File{ses.control, ses.out, ses.outErr} {
 		f.Close()
@@ -432,7 +442,7 @@ func (ses *session) info() *harenav1.Session {
 	ses.mu.Lock()
 	defer ses.mu.Unlock()
 	out := &harenav1.Session{
-		Name: ses.name, User: userName(ses.user), Shell: ses.shell, Pid: int64(ses.proc.Pid()), Created: timestamppb.New(ses.created), CommandId: ses.current,
+		Name: ses.name, User: userName(ses.user), Shell: ses.shell.name, Pid: int64(ses.proc.Pid()), Created: timestamppb.New(ses.created), CommandId: ses.current,
 	}
 	if ses.hasEnded() {
 		out.Ended = ses.why

@@ -119,7 +119,7 @@ func (s *Service) launchInSession(ctx context.Context, c *command, cmd *harenav1
 	}
 	word := rand.Text()
 	c.proc = &turn{ses: ses, word: word}
-	if err = ses.send(`\command eval '` + strings.ReplaceAll(sessionText(cmd), "'", `'\''`) + "' </dev/null 3>&-\n" + report(word)); err != nil {
+	if err = ses.send(ses.shell.via + ` eval '` + strings.ReplaceAll(sessionText(cmd), "'", `'\''`) + "' </dev/null 3>&-\n" + ses.shell.report(word)); err != nil {
 		if !errors.Is(err, unix.EPIPE) {
 			s.cfg.Log.Warn("a shell does not read its commands", "session", ses.name, "error", err)
 		}
@@ -197,8 +197,16 @@ func (c *command) superviseTurn(ctx context.Context, timeout time.Duration) {
 	c.giveUp = giveUp
 	c.mu.Unlock()
 	c.limit(timeout, c.strikeTurn)
+	watching, stopWatch := context.WithCancel(ctx)
+	watched := make(chan struct{})
+	go func() {
+		defer close(watched)
+		c.session.watch(watching)
+	}()
 	exit, err := c.proc.Wait(ctx)
 	ended := time.Now()
+	stopWatch()
+	<-watched
 	c.mu.Lock()
 	c.exited = true
 	if c.timeout != nil {
