@@ -8,6 +8,7 @@ import (
 	"maps"
 	"os"
 	"slices"
+	"strings"
 
 	"golang.org/x/sys/unix"
 
@@ -153,13 +154,17 @@ func (b *builder) warn(format string, args ...any) {
 // warnDropped notes that a file loses an extended attribute; one warning is
 // made for all files that lose it.
 func (b *builder) warnDropped(path, name string) {
+	const longest = 300 // an archive can have names of a megabyte
+	if len(name) > longest {
+		name = strings.Clone(name[:longest])
+	}
 	d, ok := b.dropped[name]
 	if !ok && len(b.dropped) == maxWarnings {
 		b.suppressed++
 		return
 	}
 	if !ok {
-		d.first = path
+		d.first = strings.Clone(path)
 	}
 	d.files++
 	b.dropped[name] = d

@@ -11,8 +11,10 @@ import (
 	"net"
 	"net/http"
 	"net/netip"
+	"net/url"
 	"os"
 	"strings"
+	"syscall"
 	"time"
 
 	"github.com/google/go-containerregistry/pkg/authn"
@@ -85,6 +87,8 @@ type endpoint struct {
 	access RegistryAccess
 	client *http.Client // nil until it was connected
 	base   string
+	// patience bounds an answer that is small.
+	patience time.Duration
 }
 
 // endpoints returns where a repository is, mirrors first.
@@ -96,9 +100,9 @@ func (a *Access) endpoints(repo name.Repository) ([]*endpoint, error) {
 		if err != nil {
 			return nil, errs.E(errs.Precondition, "the mirror %.100q of %s is not valid", m, host).WithHint("the server's operator can correct registries.json: host[:port][/prefix]")
 		}
-		out = append(out, &endpoint{repo: r, access: a.of(r.RegistryStr())})
+		out = append(out, &endpoint{repo: r, access: a.of(r.RegistryStr()), patience: stall})
 	}
-	return append(out, &endpoint{repo: repo, access: a.of(host)}), nil
+	return append(out, &endpoint{repo: repo, access: a.of(host), patience: stall}), nil
 }
 
 // connect asks the endpoint how it wants to be talked to, and for a token.
@@ -112,7 +116,9 @@ func (e *endpoint) connect(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	rt, err := transport.NewWithContext(ctx, e.repo.Registry, e.access.authenticator(), &guard{inner: t, loopback: plain}, []string{e.repo.Scope(transport.PullScope)})
+	ctx, cancel := e.soon(ctx)
+	defer cancel()
+	rt, err := transport.NewWithContext(ctx, e.repo.Registry, e.access.authenticator(), &guard{inner: t, host: host, loopback: plain, proxy: t.Proxy}, []string{e.repo.Scope(transport.PullScope)})
 	if err != nil {
 		return e.explain(ctx, err)
 	}
@@ -121,10 +127,16 @@ func (e *endpoint) connect(ctx context.Context) error {
 	return nil
 }
 
+// soon bounds what is small: answers to come with their bodies, however slowly they are sent.
+func (e *endpoint) soon(ctx context.Context) (context.Context, context.CancelFunc) {
+	return context.WithTimeoutCause(ctx, e.patience, errs.E(errs.Precondition, "registry %s does not end its answer", e.repo.RegistryStr()).
+		WithHint("try later, or set a mirror in registries.json of the server"))
+}
+
 func newTransport(caFile string) (*http.Transport, error) {
 	t := &http.Transport{
 		Proxy:               http.ProxyFromEnvironment,
-		DialContext:         (&net.Dialer{Timeout: 15 * time.Second}).DialContext,
+		DialContext:         (&net.Dialer{Timeout: 15 * time.Second, ControlContext: checkDial}).DialContext,
 		TLSHandshakeTimeout: 15 * time.Second, ResponseHeaderTimeout: 60 * time.Second,
 		ForceAttemptHTTP2: true, IdleConnTimeout: 30 * time.Second, MaxIdleConnsPerHost: parallel,
 		// What is stored compressed must arrive so: its digest is of those bytes.
@@ -151,21 +163,67 @@ func newTransport(caFile string) (*http.Transport, error) {
 // machine's loopback on behalf of another, no link-local addresses (metadata services of clouds).
 type guard struct {
 	inner    http.RoundTripper
+	host     string // of the registry
 	loopback bool
+	proxy    func(*http.Request) (*url.URL, error)
 }
 
 func (g *guard) RoundTrip(r *http.Request) (*http.Response, error) {
 	host := r.URL.Host
 	if isLoopback(host) && !g.loopback {
-		return nil, errs.E(errs.Denied, "the registry leads to this server's own address %s", host)
+		return nil, errs.E(errs.Denied, "the registry leads to this server's own address %s", host).WithHint("name another registry")
 	}
-	if r.URL.Scheme != "https" && !isLoopback(host) {
+	if r.URL.Scheme != "https" && (r.URL.Scheme != "http" || !isLoopback(host)) {
 		return nil, errs.E(errs.Denied, "plain HTTP to %s is refused", host).WithHint("serve the registry with TLS; plain HTTP is for registries on the server's own loopback only")
 	}
-	if a, err := netip.ParseAddr(r.URL.Hostname()); err == nil && (a.IsLinkLocalUnicast() || a.IsUnspecified() || a.IsMulticast()) {
-		return nil, errs.E(errs.Denied, "the address %s is not a registry's", host)
+	if a, err := netip.ParseAddr(r.URL.Hostname()); err == nil && neverRegistry(a) {
+		return nil, notRegistry(host)
 	}
-	return g.inner.RoundTrip(r)
+	// Names are resolved when they are dialled. The registry's own may mean this machine, that of a proxy anything.
+	rule := dialLoopback
+	if !g.loopback && host != g.host {
+		rule = dialRemote
+	}
+	if g.proxy != nil {
+		if u, err := g.proxy(r); err == nil && u != nil {
+			rule = dialAny
+		}
+	}
+	return g.inner.RoundTrip(r.WithContext(context.WithValue(r.Context(), dialKey{}, rule)))
+}
+
+type dialKey struct{}
+
+// dialRule says which addresses a name may mean.
+type dialRule int
+
+const (
+	dialRemote   dialRule = iota // no addresses of this machine
+	dialLoopback                 // those as well
+	dialAny
+)
+
+// checkDial is asked before each connection is made, with the address that a name was resolved to.
+func checkDial(ctx context.Context, _, address string, _ syscall.RawConn) error {
+	rule, _ := ctx.Value(dialKey{}).(dialRule)
+	at, err := netip.ParseAddrPort(address)
+	switch a := at.Addr().Unmap(); {
+	case rule == dialAny:
+	case err != nil || neverRegistry(a):
+		return notRegistry(address)
+	case rule == dialRemote && a.IsLoopback():
+		return errs.E(errs.Denied, "the registry leads to this server's own address %s", address).WithHint("name another registry")
+	}
+	return nil
+}
+
+func neverRegistry(a netip.Addr) bool {
+	a = a.Unmap()
+	return a.IsLinkLocalUnicast() || a.IsUnspecified() || a.IsMulticast()
+}
+
+func notRegistry(address string) error {
+	return errs.E(errs.Denied, "the address %s is not a registry's", address).WithHint("check the name of the registry; it is, or leads to, an address of this network only")
 }
 
 // isLoopback tells whether host[:port] is this machine.
@@ -187,7 +245,7 @@ func (e *endpoint) explain(ctx context.Context, err error) error {
 	case ctx.Err() != nil:
 		return context.Cause(ctx)
 	case errors.As(err, &known):
-		return err
+		return known // what is around it has URLs, in which there may be tokens
 	case errors.As(err, &terr):
 		return e.status(terr.StatusCode)
 	}

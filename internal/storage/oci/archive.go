@@ -70,6 +70,9 @@ func openArchive(ctx context.Context, r io.ReaderAt, size int64) (*archive, erro
 		if n >= maxMembers {
 			return nil, errs.OverLimit(errs.Invalid, "files in an archive of an image", maxMembers, n+1)
 		}
+		if n := max(len(h.Name), len(h.Linkname)); n > maxPath { // PAX has names of a megabyte
+			return nil, errs.OverLimit(errs.Invalid, "length of a path in an archive of an image", maxPath, n)
+		}
 		name := path.Clean("/" + h.Name)[1:]
 		switch h.Typeflag {
 		case tar.TypeReg:
@@ -274,6 +277,9 @@ type dockerImage struct {
 
 // parseDockerManifest reads manifest.json.
 func parseDockerManifest(b []byte) ([]dockerImage, error) {
+	if err := checkValues(b); err != nil {
+		return nil, err
+	}
 	var images []dockerImage
 	if err := json.Unmarshal(b, &images); err != nil {
 		return nil, errs.E(errs.Invalid, "manifest.json of the archive is not valid: %w", err)

@@ -21,7 +21,27 @@ const (
 	maxIndexDepth = 3
 	maxConfigList = 4096    // entries of env, cmd, labels …
 	maxConfigText = 1 << 20 // bytes of them all: they end in the layer's manifest
+	maxValues     = 100_000 // of a document in JSON: parsed, a value of two bytes can take 150
 )
+
+// checkValues bounds what parsing a document takes: the values of its lists and objects, valid or not.
+func checkValues(b []byte) error {
+	n, quoted := 0, false
+	for i := 0; i < len(b); i++ {
+		switch c := b[i]; {
+		case quoted && c == '\\':
+			i++
+		case c == '"':
+			quoted = !quoted
+		case !quoted && (c == ',' || c == '[' || c == '{'):
+			n++
+		}
+	}
+	if n > maxValues {
+		return errs.OverLimit(errs.Invalid, "values in a manifest or config of an image", maxValues, n)
+	}
+	return nil
+}
 
 // Config is what an image asks of a container made from it.
 type Config struct {
@@ -83,6 +103,9 @@ type document struct {
 func parseManifest(b []byte) (*document, error) {
 	if len(b) > maxManifest {
 		return nil, errs.OverLimit(errs.Invalid, "bytes of an image manifest", maxManifest, len(b))
+	}
+	if err := checkValues(b); err != nil {
+		return nil, err
 	}
 	m, err := v1.ParseManifest(bytes.NewReader(b))
 	if err != nil {
@@ -182,6 +205,9 @@ func parseConfig(b []byte, layers int) (Config, []v1.Hash, error) {
 	var c Config
 	if len(b) > maxConfig {
 		return c, nil, errs.OverLimit(errs.Invalid, "bytes of an image config", maxConfig, len(b))
+	}
+	if err := checkValues(b); err != nil {
+		return c, nil, err
 	}
 	f, err := v1.ParseConfigFile(bytes.NewReader(b))
 	if err != nil {

@@ -82,7 +82,7 @@ func NewPlan(ctx context.Context, img *Image, o Options) (*Plan, error) {
 			p.groups, group = append(p.groups, newTree(lower)), 0
 		}
 		group += l.bytes
-		if err := l.apply(p.groups[len(p.groups)-1]); err != nil {
+		if err := l.apply(p.groups[len(p.groups)-1], o.MaxEntries); err != nil {
 			return nil, fmt.Errorf("layer %d of %d: %w", i+1, len(img.Layers), err)
 		}
 	}
@@ -102,12 +102,24 @@ type scanned struct {
 	entries []record
 }
 
+// record keeps paths whole: split, one of 4 KB can take 50.
 type record struct {
-	parts  []string
-	target []string // of a hard link
+	path   string
+	target string // of a hard link
 	what   what
 	src    source
 }
+
+// split is the reverse of joining what cleanPath returns.
+func split(path string) []string {
+	if path == "" {
+		return nil
+	}
+	return strings.Split(path, "/")
+}
+
+// join makes a string of its own, or the name of the entry would keep the whole header alive.
+func join(parts []string) string { return strings.Clone(strings.Join(parts, "/")) }
 
 type what uint8
 
@@ -167,14 +179,14 @@ func (s *scanner) add(out *scanned, h *tar.Header, n int32) error {
 	if err != nil {
 		return err
 	}
-	rec := record{parts: parts, src: source{entryID: entryID{out.layer, n}}}
+	rec := record{path: join(parts), src: source{entryID: entryID{out.layer, n}}}
 	name := ""
 	if len(parts) > 0 {
 		name = parts[len(parts)-1]
 	}
 	switch {
 	case name == opaqueName:
-		rec.what, rec.parts = isOpaque, parts[:len(parts)-1]
+		rec.what, rec.path = isOpaque, join(parts[:len(parts)-1])
 	case strings.HasPrefix(name, whiteoutMeta):
 		return nil // what aufs kept for itself, and so everything below it
 	case strings.HasPrefix(name, whiteoutPrefix):
@@ -182,14 +194,16 @@ func (s *scanner) add(out *scanned, h *tar.Header, n int32) error {
 		if hidden == "" || hidden == "." || hidden == ".." {
 			return errs.E(errs.Invalid, "a whiteout without a name")
 		}
-		rec.what, rec.parts = isHide, append(slices.Clone(parts[:len(parts)-1]), hidden)
+		rec.what, rec.path = isHide, join(append(slices.Clone(parts[:len(parts)-1]), hidden))
 	case h.Typeflag == tar.TypeDir:
 		rec.what = isDir
 	case h.Typeflag == tar.TypeLink:
 		rec.what = isLink
-		if rec.target, err = cleanPath(h.Linkname); err != nil {
+		target, err := cleanPath(h.Linkname)
+		if err != nil {
 			return err
 		}
+		rec.target = join(target)
 	default:
 		rec.what = isFile
 		if h.Size < 0 || h.Size > s.plan.o.MaxBytes-s.bytes {
@@ -211,35 +225,46 @@ func (s *scanner) add(out *scanned, h *tar.Header, n int32) error {
 	return nil
 }
 
-// apply lays the layer over a tree. Its whiteouts come first: they concern lower layers only.
-func (l *scanned) apply(t *tree) error {
+// apply lays the layer over a tree, which may have a number of directories that no entry names. Its whiteouts come first: they
+// concern lower layers only.
+func (l *scanned) apply(t *tree, most int64) error {
 	for i := range l.entries {
 		switch e := &l.entries[i]; e.what {
 		case isHide:
-			t.hide(e.parts)
+			t.hide(split(e.path))
 		case isOpaque:
-			t.clear(e.parts)
+			t.clear(split(e.path))
 		default:
+		}
+		if *t.made > most {
+			return tooManyMade(most, *t.made)
 		}
 	}
 	for i := range l.entries {
 		var err error
 		switch e := &l.entries[i]; e.what {
 		case isDir:
-			err = t.dir(e.parts, &source{e.src.entryID, 0})
+			err = t.dir(split(e.path), &source{e.src.entryID, 0})
 		case isFile:
-			err = t.file(e.parts, l.layer, &source{e.src.entryID, e.src.size})
+			err = t.file(split(e.path), l.layer, &source{e.src.entryID, e.src.size})
 		case isLink:
-			if !slices.Equal(e.parts, e.target) {
-				err = t.link(e.parts, e.target, l.layer)
+			if e.path != e.target {
+				err = t.link(split(e.path), split(e.target), l.layer)
 			}
 		default:
 		}
+		if err == nil && *t.made > most {
+			err = tooManyMade(most, *t.made)
+		}
 		if err != nil {
-			return fmt.Errorf("entry %.200q: %w", strings.Join(l.entries[i].parts, "/"), err)
+			return fmt.Errorf("entry %.200q: %w", l.entries[i].path, err)
 		}
 	}
 	return nil
+}
+
+func tooManyMade(most, made int64) error {
+	return errs.OverLimit(errs.Invalid, "directories of an image that paths imply", most, made)
 }
 
 const (

@@ -28,6 +28,7 @@ const (
 	connects = 3 // attempts to connect
 	attempts = 6 // without a byte of progress in between
 	stall    = 60 * time.Second
+	slowest  = 64 << 10 // bytes that are to come in that time
 	maxImage = 64 << 30 // bytes of layers as stored
 )
 
@@ -133,6 +134,8 @@ func (f *fetcher) manifest(ctx context.Context, id string) ([]byte, v1.Hash, err
 	var b []byte
 	err := f.each(ctx, func(e *endpoint) error {
 		return f.retry(ctx, attempts, func() (bool, error) {
+			ctx, cancel := e.soon(ctx)
+			defer cancel()
 			req, err := http.NewRequestWithContext(ctx, http.MethodGet, e.base+"/manifests/"+id, nil)
 			if err != nil {
 				return false, err
@@ -335,7 +338,7 @@ type partBlob struct {
 	d    v1.Descriptor
 	file *os.File
 	n    int64 // bytes that are there
-	most int64 // that ever were
+	most int64 // that there were when it last got on
 	sum  hash.Hash
 }
 
@@ -370,9 +373,11 @@ func (p *partBlob) fetch(ctx context.Context, e *endpoint) error {
 	err := p.f.retry(ctx, attempts, func() (bool, error) {
 		if p.n < p.d.Size {
 			err := p.get(ctx, e)
-			// Farther than ever: who begins again each time does not get on.
-			progress := p.n > p.most
-			p.most = max(p.most, p.n)
+			// Farther than ever: who begins again each time, or sends next to nothing, does not get on.
+			progress := p.n >= p.most+slowest
+			if progress {
+				p.most = p.n
+			}
 			if err != nil {
 				return progress, err
 			}
@@ -394,12 +399,12 @@ func (p *partBlob) fetch(ctx context.Context, e *endpoint) error {
 	return err
 }
 
-// get makes one request. A body that brings nothing for a minute is given up.
+// get makes one request. A body that brings next to nothing for a minute is given up.
 func (p *partBlob) get(ctx context.Context, e *endpoint) error {
 	rctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	idle := time.AfterFunc(2*stall, func() {
-		cancel(errs.E(errs.Precondition, "registry %s sends nothing any more", e.repo.RegistryStr()).WithHint("repeat the import: it goes on where this one ended"))
+		cancel(errs.E(errs.Precondition, "registry %s sends nothing, or next to nothing, any more", e.repo.RegistryStr()).WithHint("repeat the import: it goes on where this one ended"))
 	})
 	defer idle.Stop()
 	req, err := http.NewRequestWithContext(rctx, http.MethodGet, e.base+"/blobs/"+p.d.Digest.String(), nil)
@@ -435,10 +440,14 @@ func (p *partBlob) get(ctx context.Context, e *endpoint) error {
 		return e.status(res.StatusCode)
 	}
 	buf := make([]byte, 256<<10)
+	fresh := 0
 	for p.n < p.d.Size {
 		n, err := res.Body.Read(buf[:min(int64(len(buf)), p.d.Size-p.n)])
 		if n > 0 {
-			idle.Reset(stall)
+			if fresh += n; fresh >= slowest {
+				fresh = 0
+				idle.Reset(stall)
+			}
 			if _, werr := p.file.Write(buf[:n]); werr != nil {
 				return werr
 			}

@@ -355,7 +355,7 @@ func TestFetchResumes(t *testing.T) {
 	if _, err := fetch(t, r, s.host+"/img:1"); err != nil {
 		t.Fatal(err)
 	}
-	if sent, _ := s.counts(); sent > 2*300_000-100_000 {
+	if sent, _ := s.counts(); sent > 2*300_000-50_000 { // the end of what was sent may be lost with its connection
 		t.Errorf("%d bytes sent after an interruption", sent)
 	}
 }
@@ -497,10 +497,12 @@ func TestGuard(t *testing.T) {
 		"https://169.254.169.254/v2/":   {false, false},
 		"https://[fe80::1]/v2/":         {false, false},
 		"https://0.0.0.0/v2/":           {false, false},
+		"https://[::ffff:169.254.1.1]/": {false, false},
+		"file://localhost/etc/passwd":   {false, false},
 	} {
 		for i, loopback := range []bool{false, true} {
 			req := httptest.NewRequest(http.MethodGet, url, nil)
-			_, err := (&guard{inner, loopback}).RoundTrip(req)
+			_, err := (&guard{inner: inner, host: "registry.example", loopback: loopback}).RoundTrip(req)
 			if got := errors.Is(err, passed); got != want[i] {
 				t.Errorf("%s, loopback %v: %v", url, loopback, err)
 			}

@@ -29,12 +29,14 @@ type node struct {
 // tree is what a group of layers amounts to, laid over the groups below it.
 type tree struct {
 	root  *node
-	lower *tree // nil for the lowest group
+	lower *tree  // nil for the lowest group
+	made  *int64 // directories that were made on the way to something, of all groups
 }
 
 func newTree(lower *tree) *tree {
-	t := &tree{root: &node{isDir: true}, lower: lower}
+	t := &tree{root: &node{isDir: true}, lower: lower, made: new(int64)}
 	if lower != nil {
+		t.made = lower.made
 		// The root's attributes are those of the topmost directory of an overlay.
 		t.root.src = lower.root.src
 	}
@@ -83,6 +85,7 @@ func (s step) into(n *node) step { return step{n, s.through && !n.opaque} }
 // groups below lends it its attributes.
 func (t *tree) makeDir(s step, parts []string, k int) *node {
 	name := parts[k]
+	*t.made++
 	n := &node{isDir: true}
 	old := s.dir.names[name]
 	if s.through {
@@ -104,7 +107,7 @@ func (n *node) set(name string, child *node) {
 	if n.names == nil {
 		n.names = make(map[string]*node)
 	}
-	n.names[name] = child
+	n.names[strings.Clone(name)] = child // name may be a part of a long path
 	delete(n.hides, name)
 }
 
