@@ -107,6 +107,8 @@ func TestPauseGivesMemoryBack(t *testing.T) {
 	if gone := p.GetMemoryBefore() - p.GetMemoryAfter(); gone < p.GetMemoryBefore()*9/10 && p.GetNote() == "" {
 		t.Errorf("%d bytes came back, and why not more is not said: %v", gone, p)
 	}
+	t.Logf("of %d KiB %d came back; %d swapped, %d of cache; zram grew by %d; frozen in %v, reclaimed in %v; %s", p.GetMemoryBefore()>>10, (p.GetMemoryBefore()-p.GetMemoryAfter())>>10,
+		p.GetSwapped()>>10, p.GetCacheDropped()>>10, p.GetZramGrew()>>10, p.GetFreezeTook().AsDuration(), p.GetReclaimTook().AsDuration(), p.GetNote())
 	if shown := b.get().GetPause(); shown.GetMemoryBefore() != p.GetMemoryBefore() {
 		t.Errorf("shown %v, was %v", shown, p)
 	}
