@@ -57,7 +57,8 @@ func (m *stopMarks) overtook(spec *harenav1.SandboxSpec, asked, now time.Time) e
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	for _, s := range m.all {
-		if asked.After(s.at) || s.job != "" && s.job != spec.GetJob() {
+		// A stop to come is one from before the machine's clock was set back.
+		if s.at.After(now) || asked.After(s.at) || s.job != "" && s.job != spec.GetJob() {
 			continue
 		}
 		match := true
