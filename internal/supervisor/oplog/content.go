@@ -159,4 +159,7 @@ func (s *Spool) publish(b *harenav1.LogBytes) {
 		b.Dropped = true
 	}
 	s.file = nil
+	if err == nil {
+		s.l.owes(to, filepath.Dir(to))
+	}
 }

@@ -21,6 +21,7 @@ import (
 	"sync"
 	"time"
 
+	"golang.org/x/sys/unix"
 	"google.golang.org/protobuf/encoding/protojson"
 	"google.golang.org/protobuf/types/known/timestamppb"
 
@@ -70,6 +71,8 @@ type Log struct {
 	written int64 // bytes of whole lines in the file
 	content int64 // bytes beside
 	file    *os.File
+	// unsynced are files and directories beside the file of lines that may not be on disk.
+	unsynced map[string]bool
 	// stopped says why nothing is logged any more.
 	stopped string
 }
@@ -98,8 +101,25 @@ func Open(cfg Config) (*Log, error) {
 	if l.next, l.written, err = count(f); err != nil {
 		return nil, fmt.Errorf("read the operation log: %w", err)
 	}
+	if l.stopped, err = lastWord(f, l.written); err != nil {
+		return nil, fmt.Errorf("read the operation log: %w", err)
+	}
 	l.content, err = l.measure()
 	return l, err
+}
+
+// lastWord is why an earlier supervisor stopped the log, which stays so.
+func lastWord(f io.ReaderAt, size int64) (string, error) {
+	tail := make([]byte, min(size, maxStop))
+	if _, err := f.ReadAt(tail, size-int64(len(tail))); err != nil {
+		return "", err
+	}
+	tail = bytes.TrimSuffix(tail, []byte("\n"))
+	e := &harenav1.LogEntry{}
+	if err := (protojson.UnmarshalOptions{DiscardUnknown: true}).Unmarshal(tail[bytes.LastIndexByte(tail, '\n')+1:], e); err != nil {
+		return "", nil //nolint:nilerr // the end of a line that is longer than the one that is looked for
+	}
+	return e.GetStop().GetReason(), nil
 }
 
 func def(field *int64, value int64) {
@@ -297,7 +317,29 @@ func (l *Log) create() error {
 		return errors.Join(err, f.Close())
 	}
 	l.file = f
+	l.owe(l.cfg.Dir, filepath.Dir(l.cfg.Dir))
 	return nil
+}
+
+// owes remembers what Sync is to put on disk.
+func (l *Log) owes(names ...string) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.owe(names...)
+}
+
+// maxUnsynced bounds what is remembered; beyond it the whole directory's file system is synced.
+const maxUnsynced = 256
+
+func (l *Log) owe(names ...string) {
+	if l.unsynced == nil {
+		l.unsynced = map[string]bool{}
+	}
+	for _, n := range names {
+		if len(l.unsynced) <= maxUnsynced {
+			l.unsynced[n] = true
+		}
+	}
 }
 
 func (l *Log) notify() {
@@ -314,14 +356,38 @@ func (l *Log) Sync() {
 	}
 	l.flush()
 	l.mu.Lock()
-	f := l.file
+	f, owed := l.file, l.unsynced
+	l.unsynced = nil
 	l.mu.Unlock()
 	if f == nil {
 		return
 	}
-	if err := f.Sync(); err != nil && !errors.Is(err, os.ErrClosed) {
+	// Content first: a line that is there names what is there.
+	err := l.syncAll(owed)
+	if serr := f.Sync(); !errors.Is(serr, os.ErrClosed) {
+		err = errors.Join(err, serr)
+	}
+	if err != nil {
 		l.cfg.Log.Error("the operation log is not on disk", "error", err)
 	}
+}
+
+func (l *Log) syncAll(names map[string]bool) (failed error) {
+	if len(names) > maxUnsynced {
+		d, err := os.Open(l.cfg.Dir)
+		if err != nil {
+			return err
+		}
+		return errors.Join(unix.Syncfs(int(d.Fd())), d.Close())
+	}
+	for n := range names {
+		f, err := os.Open(n)
+		if err == nil {
+			err = errors.Join(f.Sync(), f.Close())
+		}
+		failed = errors.Join(failed, err)
+	}
+	return failed
 }
 
 // flush returns when all that was appended is written.

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"os"
+	"slices"
 	"strings"
 	"testing"
 
@@ -90,5 +91,56 @@ func TestLimits(t *testing.T) {
 	last := all[len(all)-1]
 	if !strings.Contains(last.GetStop().GetReason(), "limit") || last.GetNumber() != int64(len(all)-1) || len(all) > 100 {
 		t.Errorf("%d entries, the last is %v", len(all), last)
+	}
+}
+
+// A log that ended at its limit stays so under the next supervisor: nothing is logged after a gap.
+func TestLogThatEndedStaysEnded(t *testing.T) {
+	dir := t.TempDir()
+	limits := Limits{Bytes: 4 << 10}
+	l := open(t, dir, limits)
+	for range 100 {
+		l.Append(file(nil))
+	}
+	before := read(t, l)
+	l = open(t, dir, Limits{})
+	l.Append(file(nil))
+	after := read(t, l)
+	if len(after) != len(before) || after[len(after)-1].GetStop() == nil {
+		t.Errorf("%d entries, then %d, the last is %v", len(before), len(after), after[len(after)-1])
+	}
+}
+
+// Content that is lost or damaged is told as dropped; the rest of the log is told.
+func TestLostContent(t *testing.T) {
+	dir := t.TempDir()
+	l := open(t, dir, Limits{})
+	var all []*harenav1.LogBytes
+	for i := range 3 {
+		all = append(all, l.Content(bytes.Repeat([]byte{byte(i)}, 10000)))
+		l.Append(file(all[i]))
+	}
+	l.Sync()
+	if len(l.unsynced) != 0 {
+		t.Errorf("not synced: %v", l.unsynced)
+	}
+	if err := os.Remove(l.contentFile(all[0].GetSha256())); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(l.contentFile(all[1].GetSha256()), []byte("other"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	var dropped []bool
+	parts := 0
+	for _, e := range read(t, open(t, dir, Limits{})) {
+		if e.GetFile() != nil {
+			dropped = append(dropped, e.GetFile().GetContent().GetDropped())
+		}
+		if c := e.GetContent(); c != nil && c.GetSha256() == all[2].GetSha256() {
+			parts++
+		}
+	}
+	if !slices.Equal(dropped, []bool{true, true, false}) || parts != 1 {
+		t.Errorf("dropped %v, %d parts", dropped, parts)
 	}
 }

@@ -3,6 +3,8 @@ package oplog
 import (
 	"bufio"
 	"context"
+	"crypto/sha256"
+	"encoding/hex"
 	"errors"
 	"fmt"
 	"io"
@@ -128,20 +130,42 @@ func (r *reader) one(e *harenav1.LogEntry) error {
 		if b.GetSha256() == "" || b.GetDropped() || r.req.GetNoContent() || r.sent[b.GetSha256()] {
 			continue
 		}
+		f := r.whole(b)
+		if f == nil {
+			b.Dropped = true // it was lost since; what else the log tells is not
+			continue
+		}
 		r.sent[b.GetSha256()] = true
-		if err := r.content(e, b.GetSha256()); err != nil {
+		err := r.content(e, f, b.GetSha256())
+		f.Close()
+		if err != nil {
 			return err
 		}
 	}
 	return r.send(e)
 }
 
-func (r *reader) content(e *harenav1.LogEntry, sum string) error {
-	f, err := os.Open(r.l.contentFile(sum))
-	if err != nil {
-		return fmt.Errorf("read the operation log: %w", err)
+// whole opens content that is what its digest says; nil: it is not there, or something else.
+func (r *reader) whole(b *harenav1.LogBytes) *os.File {
+	f, err := os.Open(r.l.contentFile(b.GetSha256()))
+	if err == nil {
+		sum := sha256.New()
+		if _, err = io.Copy(sum, f); err == nil && hex.EncodeToString(sum.Sum(nil)) != b.GetSha256() {
+			err = errors.New("it is not what its digest says")
+		}
+		if err == nil {
+			_, err = f.Seek(0, io.SeekStart)
+		}
+		if err == nil {
+			return f
+		}
+		f.Close()
 	}
-	defer f.Close() //nolint:errcheck // read only
+	r.l.cfg.Log.Error("content of the operation log is lost", "sha256", b.GetSha256(), "error", err)
+	return nil
+}
+
+func (r *reader) content(e *harenav1.LogEntry, f io.Reader, sum string) error {
 	for {
 		buf := make([]byte, chunkSize)
 		n, err := io.ReadFull(f, buf)
