@@ -44,9 +44,9 @@ func (g *Group) Freeze(ctx context.Context) error {
 	return nil
 }
 
-// Thaw undoes Freeze. Idempotent; also without the group.
+// Thaw undoes Freeze, and what a Reclaim may have left that did not come to its end. Idempotent; also without the group.
 func (g *Group) Thaw() error {
-	var all error
+	all := g.closeSwap()
 	for _, d := range g.Paths().held() {
 		all = errors.Join(all, d.Thaw())
 	}

@@ -255,6 +255,34 @@ func TestThaw(t *testing.T) {
 	}
 }
 
+// TestThawEndsReclaim: swap that was open when a Reclaim was killed is closed again, where there is a limit to keep.
+func TestThawEndsReclaim(t *testing.T) {
+	r := testRoot(t)
+	if !slices.Contains(r.v2, memory) || !r.swap {
+		t.Skip("only on v2 with swap accounting is swap opened")
+	}
+	for _, l := range []Limits{{Memory: 32 << 20}, {Pids: 10}} {
+		g, p := create(t, r, l)
+		name := string(p.Dir) + "/memory.swap.max"
+		if err := (osFS{}).write(name, "max"); err != nil {
+			t.Fatal(err)
+		}
+		if err := g.Thaw(); err != nil {
+			t.Fatal(err)
+		}
+		want := "max"
+		if l.Memory > 0 {
+			want = "0"
+		}
+		if got, err := (osFS{}).read(name); err != nil || strings.TrimSpace(got) != want {
+			t.Errorf("%+v: memory.swap.max is %q, %v; want %s", l, got, err, want)
+		}
+		if err := g.Remove(deadline(t)); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
 func TestFreezeGivesUpAndThaws(t *testing.T) {
 	_, p := create(t, testRoot(t), Limits{})
 	start(t, p, "", "sleep", "100")

@@ -8,6 +8,7 @@ import (
 	"runtime"
 	"slices"
 	"strconv"
+	"strings"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -25,8 +26,8 @@ type Reclaimed struct {
 
 // Reclaim makes the kernel take back the memory of the sandbox, which should be frozen, until hardly anything is left, nothing
 // more can be taken, or ctx ends; the end of ctx is no error. No limit is touched on v1; on v2 swap is allowed meanwhile, and
-// not any more afterwards, so what was swapped can only come back.
-func (g *Group) Reclaim(ctx context.Context) (Reclaimed, error) {
+// not any more afterwards, so what was swapped can only come back. Of a caller that is killed Thaw undoes it.
+func (g *Group) Reclaim(ctx context.Context) (r Reclaimed, err error) {
 	dir, file, v2 := g.reclaimer()
 	if file == "" {
 		return Reclaimed{}, errs.E(errs.Unsupported, "this node has no memory cgroup controller")
@@ -39,7 +40,7 @@ func (g *Group) Reclaim(ctx context.Context) (Reclaimed, error) {
 		if err := (osFS{}).write(dir+"/memory.swap.max", "max"); err != nil {
 			return Reclaimed{}, err
 		}
-		defer func() { _ = Dir(dir).writeIfThere("memory.swap.max", "0") }()
+		defer func() { err = errors.Join(err, g.closeSwap()) }()
 	}
 	last := before.usage
 	for range maxRounds {
@@ -88,6 +89,19 @@ func (g *Group) reclaimer() (dir, file string, v2 bool) {
 		return path.Join(g.r.v1[memory], g.id), "memory.force_empty", false
 	}
 	return "", "", false
+}
+
+// closeSwap makes the memory limit hold without swap, as plan has it. It does nothing on v1, and without the group.
+func (g *Group) closeSwap() error {
+	dir, _, v2 := g.reclaimer()
+	if !v2 || !g.r.swap {
+		return nil
+	}
+	limit, err := osFS{}.read(path.Join(dir, "memory.max"))
+	if gone(err) || err == nil && strings.TrimSpace(limit) == "max" {
+		return nil
+	}
+	return errors.Join(err, Dir(dir).writeIfThere("memory.swap.max", "0"))
 }
 
 // account is what memory is used for.

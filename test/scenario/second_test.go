@@ -40,8 +40,8 @@ func secondNodeIn(t *testing.T, parent string, flags ...string) *ownNode {
 			}
 			select {
 			case <-o.exited:
-			case <-time.After(30 * time.Second):
-				t.Error("the second node still runs 30 s after harena down")
+			case <-time.After(slowly(30 * time.Second)):
+				t.Error("the second node still runs long after harena down")
 				o.kill()
 			}
 		}
@@ -66,7 +66,7 @@ func secondNodeIn(t *testing.T, parent string, flags ...string) *ownNode {
 // cli runs a command of the CLI against the node.
 func (o *ownNode) cli(t *testing.T, args ...string) cliResult {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
+	ctx, cancel := context.WithTimeout(t.Context(), slowly(2*time.Minute))
 	defer cancel()
 	cmd := exec.CommandContext(ctx, program("harena"), args...)
 	cmd.Env = append(os.Environ(), "HARENA_URL="+o.url, "HARENA_TOKEN="+o.token)

@@ -25,7 +25,7 @@ var suites = []struct {
 	{"internal/supervisor/files", 2 * time.Minute, ""},
 	{"internal/supervisor", time.Minute, ""},
 	{"internal/edge/backend/container", 3 * time.Minute, ""},
-	{"internal/edge/disk", 30 * time.Second, "^TestQuotas$"},
+	{"internal/edge/disk", time.Minute, "^TestQuotas$/^ext4$"},
 	{"internal/edge/swap", 30 * time.Second, ""},
 	{"internal/storage/layer", 3 * time.Minute, ""},
 	{"internal/storage/erofs", 2 * time.Minute, ""},
