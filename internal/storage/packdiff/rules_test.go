@@ -2,6 +2,7 @@ package packdiff
 
 import (
 	"os"
+	"slices"
 	"strings"
 	"testing"
 
@@ -130,16 +131,55 @@ func TestQuote(t *testing.T) {
 	}
 }
 
-// The documentation has every rule that holds by default.
+// The documentation has the rules that hold by default, and the kinds of findings, and no others.
 func TestDocumentedDefaults(t *testing.T) {
 	b, err := os.ReadFile("../../../docs/snapshots.md")
 	if err != nil {
 		t.Fatal(err)
 	}
-	for _, r := range Defaults() {
-		if !strings.Contains(string(b), "`"+r+"`") {
-			t.Errorf("docs/snapshots.md does not have %s", r)
+	section := func(title string) string {
+		_, rest, ok := strings.Cut(string(b), "\n## "+title+"\n")
+		if !ok {
+			t.Fatalf("docs/snapshots.md has no section %s", title)
 		}
+		text, _, _ := strings.Cut(rest, "\n## ")
+		return text
+	}
+	var rules, kinds []string
+	for line := range strings.Lines(section("Residue")) {
+		if !strings.HasPrefix(line, "- ") {
+			if len(rules) > 0 {
+				break // after the list of rules others explain
+			}
+			continue
+		}
+		for i, part := range strings.Split(line, "`") {
+			if i%2 == 1 {
+				rules = append(rules, part)
+			}
+		}
+	}
+	for line := range strings.Lines(section("Findings")) {
+		if rest, ok := strings.CutPrefix(line, "| `"); ok {
+			kind, _, _ := strings.Cut(rest, "`")
+			kinds = append(kinds, kind)
+		}
+	}
+	if want := Defaults(); !slices.Equal(rules, want) {
+		for _, r := range want {
+			if !slices.Contains(rules, r) {
+				t.Errorf("docs/snapshots.md does not have %s", r)
+			}
+		}
+		for _, r := range rules {
+			if !slices.Contains(want, r) {
+				t.Errorf("docs/snapshots.md has %s, which is no default", r)
+			}
+		}
+		t.Error("docs/snapshots.md does not have the defaults in their order")
+	}
+	if want := []string{FindSecret, FindGit, FindHuge, FindMany, FindWritable, FindSetuid, FindOwner, FindFuture, FindUnread}; !slices.Equal(kinds, want) {
+		t.Errorf("docs/snapshots.md has findings %q, want %q", kinds, want)
 	}
 }
 
