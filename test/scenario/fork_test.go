@@ -39,20 +39,27 @@ func TestForksShareFilesAndNoIdentity(t *testing.T) {
 		s.Process = &harenav1.ProcessDefaults{Env: map[string]string{"FROM": "parent"}}
 		s.Limits = &harenav1.Limits{Memory: 512 << 20, Pids: 100}
 	})
-	b.must("echo shared > /srv/file; echo temporary > /tmp/t; echo memory > /dev/shm/m; [ -e /etc/machine-id ] || echo 0123456789abcdef0123456789abcdef > /etc/machine-id")
+	b.must("echo shared > /srv/file; echo temporary > /tmp/t; echo memory > /dev/shm/m; [ -e /etc/machine-id ] || echo 0123456789abcdef0123456789abcdef > /etc/machine-id; mkdir -p /var/lib/systemd; echo seed > /var/lib/systemd/random-seed")
 	b.start(&harenav1.Command{Shell: "sleep 1000"})
 	forks := b.fork(&harenav1.ForkRequest{Count: 3, Labels: map[string]string{"kind": "fork"}})
-	seen := map[string]bool{b.must("hostname"): true, b.must("cat /etc/machine-id"): true}
+	own := []string{"hostname", "cat /etc/machine-id", "sha256sum < /var/lib/systemd/random-seed", "grep 127.0.1.1 /etc/hosts"}
+	seen := map[string]bool{}
+	for _, what := range own {
+		seen[b.must(what)] = true
+	}
 	for _, f := range forks {
 		if got := f.must("cat /srv/file /tmp/t; echo $FROM; ls /dev/shm | wc -l; ps ax | grep -c '[s]leep 1000'; true"); got != "shared\ntemporary\nparent\n0\n0" {
 			t.Errorf("%q", got)
 		}
-		for _, what := range []string{"hostname", "cat /etc/machine-id"} {
+		for _, what := range own {
 			got := f.must(what)
 			if seen[got] {
 				t.Errorf("%s: two sandboxes have %q", what, got)
 			}
 			seen[got] = true
+		}
+		if got, node := f.must("cat /proc/sys/kernel/random/boot_id"), b.must("cat /proc/sys/kernel/random/boot_id"); got != node {
+			t.Errorf("boot IDs %q and %q: the documentation says that they are the node's", got, node)
 		}
 		s := f.get()
 		if s.GetOrigin() != b.id || s.GetJob() != "parents" || s.GetLabels()["kind"] != "fork" || s.GetLabels()["suite"] != "scenario" || s.GetSpec().GetLimits().GetPids() != 100 {

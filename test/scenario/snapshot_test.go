@@ -167,15 +167,15 @@ func TestResidueIsNotPacked(t *testing.T) {
 	for i, p := range usual {
 		b.must(fmt.Sprintf("mkdir -p %s && printf '%s%d-%s' > %s", filepath.Dir(p), mark, i, strings.Repeat("z", 5000), p))
 	}
-	b.must("echo fine > /srv/app/kept && ln /tmp/notes /tmp/hard && echo " + mark + "kept > /tmp/wanted")
+	b.must("mkdir /srv/mine && echo mine > /srv/mine/x && echo fine > /srv/app/kept && ln /tmp/notes /tmp/hard && echo " + mark + "kept > /tmp/wanted")
 	s := b.snapshot(&harenav1.SnapshotRequest{Name: "scn-residue:1", Rules: "# mine\n/srv/mine/**\n"})
 	for _, p := range usual {
 		if !slices.Contains(s.cleaned, p) {
 			t.Errorf("%s was not cleaned", p)
 		}
 	}
-	if slices.Contains(s.cleaned, "/srv/app/kept") {
-		t.Error("too much was cleaned")
+	if slices.Contains(s.cleaned, "/srv/app/kept") || !slices.Contains(s.cleaned, "/srv/mine/x") {
+		t.Error("too much was cleaned, or too little")
 	}
 	for _, o := range objectsOf(t, own.dir, s.last.GetLayer().GetDigest()) {
 		if bytes.Contains(o, []byte(mark)) {
@@ -192,6 +192,109 @@ func TestResidueIsNotPacked(t *testing.T) {
 	s = b.snapshot(&harenav1.SnapshotRequest{Name: "scn-residue:3", NoClean: true})
 	if len(s.cleaned) > 0 {
 		t.Errorf("cleaned: %q", s.cleaned)
+	}
+}
+
+// Nor is it in anything that a chain of snapshots has, under whatever name, attribute or link it was left: in nothing that the node keeps of
+// layers are the planted bytes.
+func TestResidueOfAChain(t *testing.T) {
+	own := needOwn(t)
+	const mark = "PLANTED-IN-A-CHAIN-"
+	plant := func(b *box, n int) {
+		t.Helper()
+		var all strings.Builder
+		for _, p := range usual {
+			fmt.Fprintf(&all, "%s\n", p)
+		}
+		b.must(fmt.Sprintf(`set -e; cat > /tmp/places <<'EOF'
+%sEOF
+cat > /tmp/plant.py <<'EOF'
+import os, socket
+mark, n = %q, %d
+held = []
+for i, p in enumerate(open("/tmp/places").read().split()):
+    d = os.path.dirname(p)
+    os.makedirs(d, exist_ok=True)
+    with open(p, "w") as f:  # odd sizes: the ends of blocks have nothing of it either
+        f.write((mark + "content-%%d-%%d\n" %% (n, i)) * (37 * (i + 1)))
+    os.setxattr(p, "user.note", (mark + "attribute").encode())
+    if d.startswith(("/tmp", "/root/.ssh", "/var/log")):
+        x = d + "/" + mark + "%%d-%%d-" %% (n, i)
+        os.makedirs(x + "directory/sub")
+        os.setxattr(x + "directory", "user.note", (mark + "attribute").encode())
+        os.symlink("/" + mark + "target", d + "/link%%d-%%d" %% (n, i))
+        os.mkfifo(x + "fifo")
+        socket.socket(socket.AF_UNIX).bind(x + "socket")
+        os.link(p, "/var/tmp/%%slink%%d-%%d" %% (mark, n, i))
+    with open("/srv/kept%%d-%%d" %% (n, i), "w") as f:
+        f.write("k" * (i * 371 + 1))
+with open("/srv/gone", "w") as f:
+    f.write(mark * 5000)
+os.unlink("/srv/gone")
+EOF
+python3 /tmp/plant.py; (exec 9> /srv/open; rm /srv/open; for i in 1 2 3 4 5 6 7 8 9; do echo %[2]s open; done >&9; sleep 1000) > /dev/null 2>&1 &
+`, all.String(), mark, n))
+	}
+	b := create(t)
+	length := count(3, 7) // with 5 they are merged
+	for i := range length {
+		plant(b, i)
+		name := fmt.Sprintf("scn-residue-chain:%d", i)
+		s := b.snapshot(&harenav1.SnapshotRequest{Name: name})
+		for _, p := range usual {
+			if !slices.Contains(s.cleaned, p) {
+				t.Errorf("%s was not cleaned", p)
+			}
+		}
+		if i%2 == 1 { // also upon one and the same sandbox
+			b.must("rm -rf /tmp/* /root/.ssh /var/log/* /srv/kept0-*")
+			continue
+		}
+		b = create(t, from(name))
+	}
+	if got := b.must("ls /srv | grep -c kept"); got == "0" {
+		t.Error("too much was cleaned")
+	}
+	searched := 0
+	err := filepath.WalkDir(filepath.Join(own.dir, "layers"), func(path string, d os.DirEntry, err error) error {
+		if err != nil || !d.Type().IsRegular() {
+			return err
+		}
+		searched++
+		o, err := os.ReadFile(path)
+		if i := bytes.Index(o, []byte(mark)); i >= 0 {
+			t.Errorf("%s has what was planted: %q", path, o[i:min(len(o), i+len(mark)+20)])
+		}
+		return err
+	})
+	if err != nil || searched < 3*length {
+		t.Errorf("%d files were searched: %v", searched, err)
+	}
+}
+
+// A chain of any length has a bounded number of layers, and everything that was ever written to it.
+func TestChainOfSnapshots(t *testing.T) {
+	length := count(7, 50)
+	image := the.image
+	for i := range length {
+		b := create(t, from(image))
+		b.must(fmt.Sprintf("echo %d > /srv/step%d; echo %d >> /srv/all; rm -f /srv/step%d", i, i, i, i-2))
+		image = fmt.Sprintf("scn-chain:%d", i)
+		b.snapshot(&harenav1.SnapshotRequest{Name: image})
+		if err := stop(within(t, time.Minute), b.id); err != nil {
+			t.Fatal(explain(err))
+		}
+		l, err := the.layers.Get(within(t, time.Minute), connect.NewRequest(&harenav1.GetLayerRequest{Name: image}))
+		if err != nil {
+			t.Fatal(explain(err))
+		}
+		if n := len(l.Msg.GetLayer().GetParents()); n > 4 { // the base, and three snapshots
+			t.Errorf("snapshot %d lies on %d layers", i, n)
+		}
+	}
+	b := create(t, from(image))
+	if got, want := b.must("wc -l < /srv/all; ls /srv"), fmt.Sprintf("%d\nall\nstep%d\nstep%d", length, length-2, length-1); got != want {
+		t.Errorf("%q, want %q", got, want)
 	}
 }
 
