@@ -49,6 +49,9 @@ func secondNodeIn(t *testing.T, parent string, flags ...string) *ownNode {
 			_, _ = o.alive.WriteString("\n")
 			_ = o.watchdog.Wait()
 		}
+		if o.log != nil {
+			_ = o.log.Close() // it may be all that keeps the parent's file system busy
+		}
 		_ = os.Remove(dir + ".log")
 		if err := os.RemoveAll(dir); err != nil {
 			t.Error(err)
