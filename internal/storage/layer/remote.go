@@ -27,6 +27,7 @@ import (
 //	tags/<project>/<name>/<tag>         a digest; "/" in a name is written "+"
 //	uses/<node>/<sha256>                a layer that a node makes use of
 //	nodes/<node>                        written when the node opens the store, and daily
+//	removing/<aa>/<sha256>.json         a manifest about which a collection has yet to decide
 //	profiles/<aa>/<sha256>              what sandboxes read first of a layer
 //
 // An import writes objects, then the manifest, then the name.
@@ -167,7 +168,7 @@ func (r *sharedStore) fetchManifest(ctx context.Context, s *Store, d Digest) (La
 	if missed {
 		return Layer{}, noSuchLayer(string(d))
 	}
-	b, err := blob.ReadAll(ctx, r.store, manifestName(d), maxManifest)
+	b, err := r.readManifest(ctx, d)
 	if errs.Is(err, errs.NotFound) {
 		if err := r.confirm(ctx, s); err != nil {
 			return Layer{}, r.failed(fmt.Sprintf("find layer %s", d), err)
@@ -303,11 +304,12 @@ func (r *sharedStore) use(ctx context.Context, d Digest) error {
 		return r.failed("make use of layer "+string(d), err)
 	}
 	// Only now: a collector that did not see the use has removed the manifest before, or sees it before it removes blobs.
-	if _, err := r.store.Stat(ctx, manifestName(d)); err != nil {
-		if errs.Is(err, errs.NotFound) {
-			return noSuchLayer(string(d))
-		}
+	there, err := r.restore(ctx, d)
+	if err != nil {
 		return r.failed("make use of layer "+string(d), err)
+	}
+	if !there {
+		return noSuchLayer(string(d))
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -40,7 +40,7 @@ type SharedGCOptions struct {
 //
 // A manifest goes before its objects. Uses are read again in between: a node
 // that registers one looks for the manifest afterwards, so either it finds it
-// gone or the use is seen here, and the manifest is put back. Objects go in steps, see sharedStore.step.
+// gone or the use is seen here, and the manifest is put back; by another, when this one dies, see restore. Objects go in steps, see sharedStore.step.
 func (s *Store) CollectShared(ctx context.Context, o SharedGCOptions) (*GCPlan, error) {
 	if s.remote == nil {
 		return nil, errs.E(errs.Precondition, "this node has no shared store").WithHint("start it with `harena up --store URL`")
@@ -77,6 +77,11 @@ type sharedGC struct {
 func (g *sharedGC) run(ctx context.Context) error {
 	if err := g.r.confirm(ctx, g.s); err != nil {
 		return err
+	}
+	if !g.o.DryRun {
+		if err := g.restoreAll(ctx); err != nil {
+			return err
+		}
 	}
 	if err := g.markNames(ctx); err != nil {
 		return err
@@ -244,61 +249,24 @@ func (g *sharedGC) sweepLayers(ctx context.Context, garbage []Digest) error {
 		g.plan.Layers = garbage
 		return nil
 	}
-	content := make(map[Digest][]byte, len(garbage))
-	for _, d := range garbage {
-		b, err := blob.ReadAll(ctx, g.r.store, manifestName(d), maxManifest)
-		if err != nil && !errs.Is(err, errs.NotFound) {
-			return err
-		}
-		content[d] = b
+	v := &removal{g: g, content: make(map[Digest][]byte, len(garbage))}
+	if err := v.begin(ctx, garbage); err != nil {
+		return err
 	}
-	for step := range slices.Chunk(garbage, deleteStep) {
-		names := make([]string, 0, len(step))
-		for _, d := range step {
-			if content[d] != nil { // else it is gone: if it comes back, it is not garbage
-				names = append(names, manifestName(d))
-			}
-		}
-		if err := g.r.store.Delete(ctx, names...); err != nil {
-			return err
-		}
-		g.o.Progress(PhaseCollecting, int64(len(g.plan.Layers)))
+	err := v.delete(ctx, manifestName)
+	if derr := v.decide(ctx); err != nil || derr != nil {
+		return errors.Join(err, derr)
 	}
-	back := g.putBack(ctx, garbage, content)
-	var profiles []string
-	for _, d := range garbage {
-		if !g.keep[d] && content[d] != nil {
-			g.plan.Layers = append(g.plan.Layers, d)
-			profiles = append(profiles, profileName(d))
-		}
-	}
-	if back != nil {
-		return back
-	}
-	return g.r.store.Delete(ctx, profiles...)
-}
-
-// putBack looks at names and uses again. When it cannot, everything is put back.
-func (g *sharedGC) putBack(ctx context.Context, garbage []Digest, content map[Digest][]byte) error {
-	err := g.markNames(ctx)
-	if err == nil {
-		err = g.markUses(ctx)
-	}
-	failed := []error{err}
-	for _, d := range garbage {
-		if err == nil && !g.keep[d] || content[d] == nil {
+	for d := range v.content {
+		if g.keep[d] {
+			delete(v.content, d)
 			continue
 		}
-		if perr := g.r.putBytes(ctx, manifestName(d), content[d]); perr != nil {
-			failed = append(failed, perr)
-			continue
-		}
-		g.mark(ctx, d) // its objects and parents, as it is there again
+		g.plan.Layers = append(g.plan.Layers, d)
 	}
-	if g.blind {
-		failed = append(failed, errs.E(errs.Precondition, "something was damaged while layers were collected").WithHint("run the collection again"))
-	}
-	return errors.Join(failed...)
+	slices.Sort(g.plan.Layers)
+	g.o.Progress(PhaseCollecting, int64(len(g.plan.Layers)))
+	return v.delete(ctx, profileName)
 }
 
 // sweepObjects removes old objects that no layer names.

@@ -33,7 +33,7 @@ func (s *Store) Verify(ctx context.Context, d Digest, progress func(done, total 
 	}
 	v.total += l.LogicalBytes
 	for _, p := range l.Parents {
-		if _, err := s.Load(p); err != nil {
+		if _, err := s.Find(ctx, p); err != nil {
 			v.problem("parent %s: %v", p, err)
 		}
 	}
