@@ -51,6 +51,7 @@ type Backend struct {
 
 	mu    sync.Mutex
 	boxes map[sandbox.ID]*box
+	found int // boxes of earlier servers; their supervisors may run other guest binaries
 }
 
 // box is a sandbox whose supervisor is known to this process.
@@ -58,6 +59,7 @@ type box struct {
 	dir    string
 	proc   *process
 	exited chan struct{}
+	found  bool // of an earlier server
 	// silent: it is being destroyed, its end is not reported. Guarded by Backend.mu.
 	silent bool
 }
@@ -123,10 +125,13 @@ func (b *Backend) Usage(id sandbox.ID) (backend.Usage, error) {
 }
 
 // adopt makes a supervisor that runs a sandbox known, and watches it.
-func (b *Backend) adopt(id sandbox.ID, dir string, p *process) {
-	x := &box{dir: dir, proc: p, exited: make(chan struct{})}
+func (b *Backend) adopt(id sandbox.ID, dir string, p *process, found bool) {
+	x := &box{dir: dir, proc: p, exited: make(chan struct{}), found: found}
 	b.mu.Lock()
 	b.boxes[id] = x
+	if found {
+		b.found++
+	}
 	b.mu.Unlock()
 	go func() {
 		if !p.wait() {
@@ -140,24 +145,35 @@ func (b *Backend) adopt(id sandbox.ID, dir string, p *process) {
 	}()
 }
 
-// forget takes a sandbox out, so that its end is nobody's news. Nil when it is not known.
-func (b *Backend) forget(id sandbox.ID) *process {
+// forget takes a sandbox out, so that its end is nobody's news. Nil when it is not known. last: no other one is left of an
+// earlier server.
+func (b *Backend) forget(id sandbox.ID) (p *process, last bool) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	x := b.boxes[id]
 	if x == nil {
-		return nil
+		return nil, b.found == 0
 	}
 	x.silent = true
 	delete(b.boxes, id)
-	return x.proc
+	if x.found {
+		b.found--
+	}
+	return x.proc, x.found && b.found == 0
 }
 
 // Destroy implements backend.Backend.
 func (b *Backend) Destroy(ctx context.Context, id sandbox.ID) error {
 	ctx, cancel := context.WithTimeout(ctx, destroyTimeout)
 	defer cancel()
-	return b.destroy(ctx, id, b.forget(id))
+	p, last := b.forget(id)
+	err := b.destroy(ctx, id, p)
+	if err == nil && last {
+		if oerr := b.removeOldGuests(); oerr != nil {
+			b.log.Warn("old guest binaries were not removed", "error", oerr)
+		}
+	}
+	return err
 }
 
 // destroy kills and releases all that id holds. p is its supervisor where that is known.

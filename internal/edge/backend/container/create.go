@@ -102,7 +102,7 @@ func (b *Backend) Create(ctx context.Context, c backend.Config) (_ []*harenav1.T
 		return nil, err
 	}
 	proc.channel.Close()
-	b.adopt(c.ID, c.Dir, proc)
+	b.adopt(c.ID, c.Dir, proc, false)
 	b.pool.keep(proc)
 	return append(clock.timings, result.GetTimings()...), nil
 }

@@ -88,7 +88,7 @@ func (b *Backend) Recover(ctx context.Context, c backend.Config) error {
 		p.release()
 		return notAlive(c.ID, "sandbox %s has ended: %s", c.ID, status.GetReason())
 	}
-	b.adopt(c.ID, c.Dir, p)
+	b.adopt(c.ID, c.Dir, p, true)
 	return nil
 }
 
