@@ -241,8 +241,10 @@ func overlayError(fs int, what string, err error) error {
 		}
 		lines = append(lines, strings.TrimSpace(string(buf[:n])))
 	}
-	detail := strings.Join(lines, "; ")
-	return fmt.Errorf("overlay %s: %w (%s)", what, err, detail)
+	if len(lines) == 0 {
+		return fmt.Errorf("overlay %s: %w", what, err)
+	}
+	return fmt.Errorf("overlay %s: %w (%s)", what, err, strings.Join(lines, "; "))
 }
 
 // asOwner calls f on a thread whose file system IDs are those of the sandbox's root and whose capabilities are

@@ -128,7 +128,7 @@ func setDefault(field *string, value string) {
 func newClient(o options) (*Client, error) {
 	if o.url == "" {
 		return nil, fromErrs(errs.E(errs.Invalid, "no server is known").
-			WithHint("set HARENA_URL and HARENA_TOKEN, or start a node with `harena up`, which writes a profile"))
+			WithHint("set HARENA_URL and HARENA_TOKEN, or start a node with `harena up`, which writes a profile; that of `harena up --data DIR` is DIR/client.json, for --profile"))
 	}
 	u, err := url.Parse(o.url)
 	if err != nil || u.Host == "" || (u.Scheme != "http" && u.Scheme != "https") {

@@ -131,7 +131,7 @@ func (d *Dir) makeVolume(img string, size int64) (err error) {
 		}
 	}()
 	if err := reserve(f, size); err != nil {
-		return d.fault("reserve the volume's space", err)
+		return d.reserveFault(size, err)
 	}
 	// Not discarding keeps the space reserved. One copy of the metadata: both would lie on the same disk.
 	if out, err := exec.Command(mkfs, "-q", "-f", "-K", "-m", "single", "-d", "single", tmp).CombinedOutput(); err != nil {
@@ -151,6 +151,15 @@ func reserve(f *os.File, size int64) error {
 	return err
 }
 
+// reserveFault says of a volume that the disk has no room for how large it may be.
+func (d *Dir) reserveFault(size int64, err error) error {
+	if !errors.Is(err, unix.ENOSPC) && !errors.Is(err, unix.EFBIG) {
+		return d.fault("reserve the volume's space", err)
+	}
+	return errs.E(errs.Capacity, "cannot reserve a volume of %d bytes: %w", size, err).On("data directory %s", d.path).
+		WithHint("its size is taken from the disk of --data at once: ask for less than `df` shows as available there")
+}
+
 // mountVolume attaches the file to a loop device, and mounts it. The device goes with the mount.
 func (d *Dir) mountVolume(img string, have, want int64) (err error) {
 	if want != 0 && want < have {
@@ -165,7 +174,7 @@ func (d *Dir) mountVolume(img string, have, want int64) (err error) {
 		err = reserve(f, want)
 		f.Close()
 		if err != nil {
-			return d.fault("reserve the volume's space", err)
+			return d.reserveFault(want, err)
 		}
 	}
 	device, err := losetup("--find", "--show", "--nooverlap", img)
