@@ -85,7 +85,7 @@ func (a *app) root() *cobra.Command {
 	root.SetOut(a.Stdout)
 	root.SetErr(a.Stderr)
 	root.PersistentFlags().BoolVar(&a.json, "json", false, "print JSON for machines")
-	root.PersistentFlags().StringVar(&a.profile, "profile", "", "file with url and token (default ~/.config/harena/client.json)")
+	root.PersistentFlags().StringVar(&a.profile, "profile", "", "file with url and token (default ~/.config/harena/client.json); HARENA_URL and HARENA_TOKEN come before it")
 	root.AddCommand(a.Commands...)
 	root.AddCommand(
 		a.runCommand(), a.createCommand(), a.execCommand(), a.commandsCommand(), a.attachCommand(), a.killCommand(), a.shellCommand(),
@@ -115,7 +115,7 @@ func (a *app) complain(err error) {
 
 // warn prints a remark in one line.
 func (a *app) warn(message string) {
-	fmt.Fprintf(a.Stderr, "harena: warning: %s\n", oneLine(message))
+	fmt.Fprintf(a.Stderr, "harena: warning: %s\n", printable(oneLine(message)))
 }
 
 func oneLine(s string) string { return strings.Join(strings.Fields(s), " ") }

@@ -81,6 +81,9 @@ func (a *app) replayCommand() *cobra.Command {
 			return err
 		}
 		defer func() { _ = log.Close() }()
+		if log.CutOff {
+			a.warn("the last line of the log is cut off, and left out")
+		}
 		spec := log.Header.GetSpec()
 		if spec == nil {
 			spec = &harenav1.SandboxSpec{}
@@ -126,7 +129,11 @@ func (a *app) openLog(ctx context.Context, c *harena.Client, name string) (*hare
 	if err != nil {
 		return nil, err
 	}
-	if err := c.Sandbox(name).Log(ctx, harena.LogOptions{}, log.Add); err != nil {
+	err = c.Sandbox(name).Log(ctx, harena.LogOptions{}, log.Add)
+	if err == nil {
+		err = log.Whole()
+	}
+	if err != nil {
 		return nil, errors.Join(err, log.Close())
 	}
 	return log, nil

@@ -8,6 +8,8 @@ import (
 	"strings"
 	"text/tabwriter"
 	"time"
+	"unicode"
+	"unicode/utf8"
 
 	"google.golang.org/protobuf/encoding/protojson"
 	"google.golang.org/protobuf/proto"
@@ -82,14 +84,31 @@ func (a *app) table(header string, rows [][]string) error {
 	return w.Flush()
 }
 
-// printable keeps what a sandbox chose from driving the reader's terminal.
+// printable keeps what a sandbox chose from driving the reader's terminal, or from being read in another order than it has: what
+// controls either is shown as an escape.
 func printable(s string) string {
-	return strings.Map(func(r rune) rune {
-		if r < 0x20 || r >= 0x7f && r < 0xa0 {
-			return '?'
+	var b strings.Builder
+	for len(s) > 0 {
+		r, n := utf8.DecodeRuneInString(s)
+		switch {
+		case r == utf8.RuneError && n == 1: // such a byte may be a control of a terminal that reads another encoding
+			fmt.Fprintf(&b, `\x%02x`, s[0])
+		case !controls(r):
+			b.WriteString(s[:n])
+		case r < 0x100:
+			fmt.Fprintf(&b, `\x%02x`, r)
+		default:
+			fmt.Fprintf(&b, `\u%04x`, r)
 		}
-		return r
-	}, s)
+		s = s[n:]
+	}
+	return b.String()
+}
+
+// controls reports whether r is a control character, ends a line, or has no width of its own: among those are the ones that turn the
+// direction of text (Unicode Technical Report 36, section 2.5).
+func controls(r rune) bool {
+	return unicode.In(r, unicode.Cc, unicode.Cf, unicode.Zl, unicode.Zp)
 }
 
 func age(t *timestamppb.Timestamp) string {

@@ -67,7 +67,12 @@ func TestSplitSandbox(t *testing.T) {
 }
 
 func TestPrintableDisarms(t *testing.T) {
-	if got := printable("a\x1b[31m\nb\u009b"); got != "a?[31m?b?" {
-		t.Errorf("%q", got)
+	for s, want := range map[string]string{
+		"a\x1b[31m\nb\u009b": `a\x1b[31m\x0ab\x9b`, "\u202egpj.exe": `\u202egpj.exe`, "a\u2066b\u200b": `a\u2066b\u200b`,
+		"a\u2028b": `a\u2028b`, "größer 日本 \\x": "größer 日本 \\x", "\U000e0041": `\ue0041`, "\x9b1m\xff": `\x9b1m\xff`,
+	} {
+		if got := printable(s); got != want {
+			t.Errorf("%q: %q, want %q", s, got, want)
+		}
 	}
 }

@@ -1,8 +1,8 @@
 package harena
 
 import (
-	"bufio"
 	"bytes"
+	"cmp"
 	"context"
 	"crypto/sha256"
 	"encoding/hex"
@@ -10,132 +10,12 @@ import (
 	"fmt"
 	"hash"
 	"io"
-	"os"
-	"path/filepath"
+	"maps"
+	"slices"
 	"time"
-
-	"google.golang.org/protobuf/encoding/protojson"
 
 	harenav1 "github.com/harena-dev/harena/api/harena/v1"
 )
-
-// LogFile is a log that was read to its end, ready to be run again. Close releases its content.
-type LogFile struct {
-	Header  *harenav1.LogHeader
-	Entries []*harenav1.LogEntry // without the header and content
-
-	dir  string
-	ends map[string]*harenav1.LogEnd // by command
-}
-
-// NewLogFile makes an empty log; entries are added in order.
-func NewLogFile() (*LogFile, error) {
-	dir, err := os.MkdirTemp("", "harena-replay-")
-	if err != nil {
-		return nil, err
-	}
-	return &LogFile{dir: dir, ends: map[string]*harenav1.LogEnd{}}, nil
-}
-
-// Close removes what the log holds on disk.
-func (l *LogFile) Close() error { return os.RemoveAll(l.dir) }
-
-// maxLogLine bounds a line of a log.
-const maxLogLine = 32 << 20
-
-// ReadLog reads a log in JSON Lines, as `harena log --json` prints it.
-func ReadLog(r io.Reader) (*LogFile, error) {
-	l, err := NewLogFile()
-	if err != nil {
-		return nil, err
-	}
-	scan := bufio.NewScanner(r)
-	scan.Buffer(make([]byte, 64<<10), maxLogLine)
-	for n := 1; scan.Scan(); n++ {
-		if len(bytes.TrimSpace(scan.Bytes())) == 0 {
-			continue
-		}
-		e := &harenav1.LogEntry{}
-		err := (protojson.UnmarshalOptions{DiscardUnknown: true}).Unmarshal(scan.Bytes(), e)
-		if err == nil {
-			err = l.Add(e)
-		}
-		if err != nil {
-			_ = l.Close()
-			return nil, &Error{Kind: KindInvalid, Message: fmt.Sprintf("line %d is not of an operation log: %v", n, err), Hint: "such a log is what `harena log --json SANDBOX` prints", cause: err}
-		}
-	}
-	err = scan.Err()
-	if err == nil && l.Header == nil {
-		err = errors.New("it has no header")
-	}
-	if err != nil {
-		_ = l.Close()
-		return nil, &Error{Kind: KindInvalid, Message: "the log cannot be read: " + err.Error(), cause: err}
-	}
-	return l, nil
-}
-
-// Add adds the next entry.
-func (l *LogFile) Add(e *harenav1.LogEntry) error {
-	switch ev := e.GetEvent().(type) {
-	case *harenav1.LogEntry_Header:
-		if ev.Header.GetVersion() != 1 {
-			return fmt.Errorf("its version is %d, this program reads 1", ev.Header.GetVersion())
-		}
-		l.Header = ev.Header
-		return nil
-	case *harenav1.LogEntry_Content:
-		return l.keep(ev.Content)
-	case *harenav1.LogEntry_End:
-		l.ends[ev.End.GetCommandId()] = ev.End
-	}
-	l.Entries = append(l.Entries, e)
-	return nil
-}
-
-func (l *LogFile) contentFile(sum string) (string, error) {
-	if b, err := hex.DecodeString(sum); err != nil || len(b) != sha256.Size {
-		return "", fmt.Errorf("%.80q is not a digest", sum)
-	}
-	return filepath.Join(l.dir, sum), nil
-}
-
-func (l *LogFile) keep(c *harenav1.LogContent) error {
-	name, err := l.contentFile(c.GetSha256())
-	if err != nil {
-		return err
-	}
-	f, err := os.OpenFile(name, os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o600)
-	if err != nil {
-		return err
-	}
-	_, err = f.Write(c.GetData())
-	return errors.Join(err, f.Close())
-}
-
-var errNotKept = errors.New("its content was not kept in the log")
-
-// open returns the content that b stands for.
-func (l *LogFile) open(b *harenav1.LogBytes) (io.ReadCloser, error) {
-	switch {
-	case b.GetSize() == 0:
-		return io.NopCloser(bytes.NewReader(nil)), nil
-	case b.GetDropped():
-		return nil, errNotKept
-	case int64(len(b.GetInline())) == b.GetSize():
-		return io.NopCloser(bytes.NewReader(b.GetInline())), nil
-	}
-	name, err := l.contentFile(b.GetSha256())
-	if err != nil {
-		return nil, err
-	}
-	f, err := os.Open(name)
-	if errors.Is(err, os.ErrNotExist) {
-		return nil, errNotKept
-	}
-	return f, err
-}
 
 // Step is what became of one operation that was run again.
 type Step struct {
@@ -165,7 +45,8 @@ func (s *Sandbox) Replay(ctx context.Context, log *LogFile, each func(Step) erro
 			return err
 		}
 	}
-	for _, r := range p.running {
+	left := slices.SortedFunc(maps.Values(p.running), func(a, b *played) int { return cmp.Compare(a.step.Number, b.step.Number) })
+	for _, r := range left {
 		r.step.Skipped = "it had not ended at the end of the log; now it runs"
 		if err := each(r.step); err != nil {
 			return err
@@ -185,6 +66,7 @@ type player struct {
 // played is a command that was started again.
 type played struct {
 	c           *Command
+	cancel      context.CancelFunc
 	step        Step
 	out, outErr *digestWriter
 }
@@ -206,8 +88,13 @@ func (d *digestWriter) Write(p []byte) (int, error) {
 
 func (p *player) close() {
 	for _, r := range p.running {
-		r.c.Close()
+		r.close()
 	}
+}
+
+func (r *played) close() {
+	r.c.Close()
+	r.cancel()
 }
 
 func (p *player) play(ctx context.Context, e *harenav1.LogEntry) error {
@@ -243,7 +130,14 @@ func (p *player) start(ctx context.Context, number int64, st *harenav1.LogStart)
 	}
 	r := &played{step: step, out: newDigest(end.GetResult().GetStdout()), outErr: newDigest(end.GetResult().GetStderr())}
 	cmd.Stdout, cmd.Stderr = r.out, r.outErr
-	if r.c, err = p.s.Start(ctx, cmd); err != nil {
+	// What it waits for, such as the turn in a session, may never come where things went another way.
+	running, cancel := context.WithCancel(ctx)
+	patience := time.AfterFunc(overtime, cancel)
+	r.c, err = p.s.Start(running, cmd)
+	patience.Stop()
+	r.cancel = cancel
+	if err != nil {
+		cancel()
 		step.Differences = []Difference{{"error", "started", err.Error()}}
 		return p.failed(ctx, step)
 	}
@@ -260,7 +154,7 @@ func (p *player) failed(ctx context.Context, step Step) error {
 }
 
 func newDigest(r *harenav1.StreamRecord) *digestWriter {
-	return &digestWriter{sum: sha256.New(), left: r.GetRecorded()}
+	return &digestWriter{sum: sha256.New(), left: max(r.GetRecorded(), 0)}
 }
 
 // command is the command of a log's entry, without its op_id: it is to run again.
@@ -307,7 +201,10 @@ func (p *player) input(ctx context.Context, number int64, in *harenav1.LogInput)
 		return p.each(step)
 	}
 	defer func() { _ = content.Close() }()
+	// A command that does not read any more, as it did, must not hold the replay.
+	patience := time.AfterFunc(overtime, r.cancel)
 	_, err = io.Copy(r.c.Stdin(), content)
+	patience.Stop()
 	if err == nil && in.GetEof() {
 		err = r.c.Stdin().Close()
 	}
@@ -318,8 +215,12 @@ func (p *player) input(ctx context.Context, number int64, in *harenav1.LogInput)
 	return nil
 }
 
-// overtime is how much longer than before a command may take until it is killed.
-const overtime = 10 * time.Minute
+const (
+	// overtime is how much longer than before a command may take until it is killed, and how long its start and its input may.
+	overtime = 10 * time.Minute
+	// longest bounds what is believed of how long it took.
+	longest = 1000 * time.Hour
+)
 
 func (p *player) end(ctx context.Context, end *harenav1.LogEnd) error {
 	r := p.running[end.GetCommandId()]
@@ -327,13 +228,13 @@ func (p *player) end(ctx context.Context, end *harenav1.LogEnd) error {
 		return nil
 	}
 	delete(p.running, end.GetCommandId())
-	defer r.c.Close()
+	defer r.close()
 	if end.GetLost() != "" {
 		r.step.Skipped = "how it ended is not in the log: " + end.GetLost()
 		return p.each(r.step)
 	}
 	was := end.GetResult()
-	limit := 10*was.GetDuration().AsDuration() + overtime
+	limit := min(10*min(max(was.GetDuration().AsDuration(), 0), longest)+overtime, longest)
 	wait, cancel := context.WithTimeout(ctx, limit)
 	defer cancel()
 	now, err := r.c.Wait(wait)
