@@ -1,12 +1,15 @@
 package cli
 
 import (
+	"bytes"
+	"encoding/json"
 	"fmt"
 	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
 
+	harenav1 "github.com/harena-dev/harena/api/harena/v1"
 	"github.com/harena-dev/harena/sdk/go/harena"
 )
 
@@ -41,7 +44,11 @@ func (a *app) layerImport() *cobra.Command {
 		}
 		p := a.newProgress()
 		o.Source = args[0]
-		o.Progress = func(i harena.ImportProgress) { p.report(i.Phase, i.Message, i.Done, i.Total) }
+		existed := false
+		o.Progress = func(i harena.ImportProgress) {
+			existed = i.Existed
+			p.report(i.Phase, i.Message, i.Done, i.Total)
+		}
 		layer, warnings, err := c.ImportLayer(cmd.Context(), o)
 		p.end()
 		if err != nil {
@@ -51,12 +58,21 @@ func (a *app) layerImport() *cobra.Command {
 			a.warn(w)
 		}
 		if a.json {
-			return a.printMessage(layer)
+			return a.printImported(layer, existed)
 		}
 		fmt.Fprintf(a.Stdout, "%s %s\n", layer.GetDigest(), o.Name)
 		return nil
 	}
 	return cmd
+}
+
+// printImported prints a layer, and whether it was there already.
+func (a *app) printImported(l *harenav1.Layer, existed bool) error {
+	raw, err := rawJSON(l)
+	if err != nil {
+		return err
+	}
+	return a.printJSON(json.RawMessage(fmt.Sprintf(`%s,"existed":%t}`, bytes.TrimSuffix(raw, []byte("}")), existed)))
 }
 
 func (a *app) layerList() *cobra.Command {
@@ -138,6 +154,7 @@ func (a *app) layerTag() *cobra.Command {
 func (a *app) layerRemove() *cobra.Command {
 	return &cobra.Command{
 		Use: "rm NAME...", Short: "Remove names of layers; `harena layer gc` frees what no name reaches",
+		Long: "Remove names of layers. A name in the store that nodes share is removed for all nodes. Sandboxes keep their layers;\n`harena layer gc` frees what no name and no sandbox reaches.",
 		Args: func(_ *cobra.Command, args []string) error {
 			if len(args) == 0 {
 				return invalid("`harena layer ls` lists them", "no layer was named")
@@ -235,6 +252,15 @@ func (p *progress) report(phase, message string, done, total int64) {
 	if message != "" {
 		text += ": " + oneLine(printable(message))
 	}
+	// A line that stays begins a phase, or tells 10 seconds later how far it got.
+	if p.mode == "line" || phase == p.phase {
+		if done > 0 {
+			text += " " + size(done)
+		}
+		if total > 0 {
+			text += fmt.Sprintf(" of %s (%d%%)", size(total), done*100/total)
+		}
+	}
 	switch {
 	case p.mode == "none" || phase == "done":
 	case p.mode == "lines":
@@ -244,12 +270,6 @@ func (p *progress) report(phase, message string, done, total int64) {
 		}
 	case time.Since(p.drawn) >= redraw || phase != p.phase:
 		p.phase, p.drawn = phase, time.Now()
-		if done > 0 {
-			text += " " + size(done)
-		}
-		if total > 0 {
-			text += fmt.Sprintf(" of %s (%d%%)", size(total), done*100/total)
-		}
 		text = cut(text, 100)
 		fmt.Fprintf(p.a.Stderr, "\r%-*s", p.width, text)
 		p.width = len(text)

@@ -370,7 +370,9 @@ type ImportResponse struct {
 	TotalBytes int64  `protobuf:"varint,4,opt,name=total_bytes,json=totalBytes,proto3" json:"total_bytes,omitempty"`
 	Layer      *Layer `protobuf:"bytes,5,opt,name=layer,proto3" json:"layer,omitempty"`
 	// Things left out, such as sockets and trusted.* attributes.
-	Warnings      []string `protobuf:"bytes,6,rep,name=warnings,proto3" json:"warnings,omitempty"`
+	Warnings []string `protobuf:"bytes,6,rep,name=warnings,proto3" json:"warnings,omitempty"`
+	// The layer was here already: nothing was stored, only the name may have moved.
+	Existed       bool `protobuf:"varint,7,opt,name=existed,proto3" json:"existed,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -445,6 +447,13 @@ func (x *ImportResponse) GetWarnings() []string {
 		return x.Warnings
 	}
 	return nil
+}
+
+func (x *ImportResponse) GetExisted() bool {
+	if x != nil {
+		return x.Existed
+	}
+	return false
 }
 
 type ListLayersRequest struct {
@@ -1679,7 +1688,7 @@ const file_harena_v1_layer_proto_rawDesc = "" +
 	"\x04kind\x18\x04 \x01(\tR\x04kind\x12\x16\n" +
 	"\x06source\x18\x05 \x01(\tR\x06source\x12\x1a\n" +
 	"\bcollapse\x18\x06 \x01(\x03R\bcollapse\x12\x18\n" +
-	"\aagainst\x18\a \x01(\tR\aagainst\"\xc4\x01\n" +
+	"\aagainst\x18\a \x01(\tR\aagainst\"\xde\x01\n" +
 	"\x0eImportResponse\x12\x14\n" +
 	"\x05phase\x18\x01 \x01(\tR\x05phase\x12\x18\n" +
 	"\amessage\x18\x02 \x01(\tR\amessage\x12\x1d\n" +
@@ -1688,7 +1697,8 @@ const file_harena_v1_layer_proto_rawDesc = "" +
 	"\vtotal_bytes\x18\x04 \x01(\x03R\n" +
 	"totalBytes\x12&\n" +
 	"\x05layer\x18\x05 \x01(\v2\x10.harena.v1.LayerR\x05layer\x12\x1a\n" +
-	"\bwarnings\x18\x06 \x03(\tR\bwarnings\"f\n" +
+	"\bwarnings\x18\x06 \x03(\tR\bwarnings\x12\x18\n" +
+	"\aexisted\x18\a \x01(\bR\aexisted\"f\n" +
 	"\x11ListLayersRequest\x12\x18\n" +
 	"\aproject\x18\x01 \x01(\tR\aproject\x12#\n" +
 	"\x04page\x18\x02 \x01(\v2\x0f.harena.v1.PageR\x04page\x12\x12\n" +

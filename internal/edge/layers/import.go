@@ -84,7 +84,7 @@ func (s *Service) imported(ctx context.Context, o layer.ImportOptions, im *layer
 		message = o.Name + " has content that was here already"
 	}
 	total := im.Layer.Meta.Size + im.Layer.Blob.Size
-	return &harenav1.ImportResponse{Phase: "done", Message: message, DoneBytes: total, TotalBytes: total, Layer: p, Warnings: im.Warnings}, nil
+	return &harenav1.ImportResponse{Phase: "done", Message: message, DoneBytes: total, TotalBytes: total, Layer: p, Warnings: im.Warnings, Existed: im.Existed}, nil
 }
 
 // uploadSource is the source of layers that came as a body. It names no file of

@@ -41,6 +41,8 @@ type ImportProgress struct {
 	Phase       string // reading, fetching, building, storing, done
 	Message     string
 	Done, Total int64 // bytes; Total is 0 when unknown
+	// Existed says, with the phase done, that the layer was there already.
+	Existed bool
 }
 
 // ImportLayer makes a layer. The second result lists what was left out.
@@ -171,6 +173,7 @@ func (c *Client) sendLayer(ctx context.Context, o ImportOptions, r io.Reader, mo
 	if err := (protojson.UnmarshalOptions{DiscardUnknown: true}).Unmarshal(b, answer); err != nil {
 		return nil, nil, &Error{Kind: KindInternal, Message: "the server's answer to the import is not valid: " + err.Error(), cause: err}
 	}
+	o.Progress(imported(answer))
 	return answer.GetLayer(), answer.GetWarnings(), nil
 }
 
@@ -192,7 +195,7 @@ func (c *Client) importRemote(ctx context.Context, o ImportOptions) (*harenav1.L
 		if m.GetLayer() != nil {
 			layer = m.GetLayer()
 		}
-		o.Progress(ImportProgress{Phase: m.GetPhase(), Message: m.GetMessage(), Done: m.GetDoneBytes(), Total: m.GetTotalBytes()})
+		o.Progress(imported(m))
 	}
 	if err := stream.Err(); err != nil {
 		return nil, warnings, c.failure(ctx, err)
@@ -201,6 +204,10 @@ func (c *Client) importRemote(ctx context.Context, o ImportOptions) (*harenav1.L
 		return nil, warnings, &Error{Kind: KindInternal, Message: "the server ended the import without a layer"}
 	}
 	return layer, warnings, nil
+}
+
+func imported(m *harenav1.ImportResponse) ImportProgress {
+	return ImportProgress{Phase: m.GetPhase(), Message: m.GetMessage(), Done: m.GetDoneBytes(), Total: m.GetTotalBytes(), Existed: m.GetExisted()}
 }
 
 type countingReader struct {
