@@ -26,6 +26,8 @@ type CompressOptions struct {
 	// Parallel is how many frames are compressed at a time; 0 means one for each
 	// processor, up to 8. Memory is about 6 MiB and three frames for each.
 	Parallel int
+	// Dense takes several times the processor time to get smaller: for small objects that are fetched whole, and often.
+	Dense bool
 	// Want, when set, is the digest that the raw bytes must have.
 	Want *Sum
 }
@@ -45,7 +47,11 @@ func Compress(ctx context.Context, dst io.Writer, src io.Reader, o CompressOptio
 		o.Parallel = min(runtime.GOMAXPROCS(0), 8)
 	}
 	// The default level of the library (about zstd -3) costs the reader nothing more than lower ones.
-	z, err := zstd.NewWriter(nil, zstd.WithEncoderConcurrency(o.Parallel), zstd.WithEncoderLevel(zstd.SpeedDefault),
+	level := zstd.SpeedDefault
+	if o.Dense {
+		level = zstd.SpeedBestCompression
+	}
+	z, err := zstd.NewWriter(nil, zstd.WithEncoderConcurrency(o.Parallel), zstd.WithEncoderLevel(level),
 		zstd.WithEncoderCRC(false), zstd.WithLowerEncoderMem(true), zstd.WithWindowSize(encoderWindow(o.FrameSize)))
 	if err != nil {
 		return nil, fmt.Errorf("make an encoder: %w", err)

@@ -15,7 +15,8 @@ import (
 	"github.com/harena-dev/harena/internal/storage/blob"
 )
 
-// A stream that reads frame by frame is never ahead by more than a third of what it has read, or the window.
+// A stream that reads frame by frame is never ahead by more than a third of what it has read, or the window, and not at all when
+// that is little.
 func TestStream(t *testing.T) {
 	const frames, size = 1000, 256 << 10
 	var s stream
@@ -27,6 +28,9 @@ func TestStream(t *testing.T) {
 				t.Fatalf("frame %d fetched twice", from)
 			}
 			fetched = to
+		}
+		if from < to && (i+1)*size < minRun {
+			t.Fatalf("fetched ahead after %d frames", i+1)
 		}
 		if over := fetched - (i + 1); over > (i+1)/3+1 || over*size > maxWindow {
 			t.Fatalf("after %d frames, %d ahead", i+1, over)

@@ -74,7 +74,14 @@ func (r *sharedStore) publish(ctx context.Context, s *Store, l Layer, report *re
 		report.start(PhaseStoring, "sending to the shared store", total)
 	}
 	for i, o := range l.Objects() {
-		if err := r.putObject(ctx, s, o, i > 0 && i <= 1+len(l.Extra), report, total); err != nil {
+		part := partIndex
+		switch {
+		case i == 0:
+			part = partMeta
+		case i <= 1+len(l.Extra):
+			part = partData
+		}
+		if err := r.putObject(ctx, s, o, part, report, total); err != nil {
 			return r.failed(what, err)
 		}
 	}
@@ -90,10 +97,25 @@ func (r *sharedStore) publish(ctx context.Context, s *Store, l Layer, report *re
 	return nil
 }
 
+// part is what an object is to its layer.
+type part int
+
+const (
+	partMeta part = iota
+	partData
+	partIndex // of chunks
+)
+
+const (
+	denseFrame = 1 << 20
+	// denseSize bounds what is compressed at a tenth of the usual speed.
+	denseSize = 64 << 20
+)
+
 // putObject makes the store have an object.
-func (r *sharedStore) putObject(ctx context.Context, s *Store, o Object, data bool, report *reporter, total int64) error {
+func (r *sharedStore) putObject(ctx context.Context, s *Store, o Object, what part, report *reporter, total int64) error {
 	name := blobName(o.Digest)
-	raw := data && r.o.Direct != ""
+	raw := what == partData && r.o.Direct != ""
 	if raw {
 		name = rawName(o.Digest)
 	}
@@ -121,7 +143,12 @@ func (r *sharedStore) putObject(ctx context.Context, s *Store, o Object, data bo
 		return r.store.Put(ctx, name, in)
 	}
 	want := blob.Sum(sumOf(o.Digest))
-	_, err = blob.PutCompressed(ctx, r.store, name, in, blob.CompressOptions{Want: &want})
+	options := blob.CompressOptions{Want: &want}
+	// The metadata is fetched whole by every node, before the layer can be mounted there.
+	if what == partMeta && o.Size <= denseSize {
+		options.Dense, options.FrameSize = true, denseFrame
+	}
+	_, err = blob.PutCompressed(ctx, r.store, name, in, options)
 	return err
 }
 
