@@ -1,8 +1,11 @@
 package cli
 
 import (
+	"context"
 	"fmt"
+	"os/signal"
 	"strings"
+	"syscall"
 
 	"github.com/spf13/cobra"
 
@@ -27,7 +30,11 @@ func (a *app) benchCommand() *cobra.Command {
 		if !a.json {
 			o.Progress = a.Stderr
 		}
-		report, err := bench.Run(cmd.Context(), c, args[0], o)
+		// What a measure has started it ends itself; a second signal does not wait for that.
+		ctx, stop := signal.NotifyContext(cmd.Context(), syscall.SIGINT, syscall.SIGTERM, syscall.SIGHUP)
+		defer stop()
+		context.AfterFunc(ctx, stop)
+		report, err := bench.Run(ctx, c, args[0], o)
 		if err != nil {
 			return fmt.Errorf("bench %s: %w", args[0], err)
 		}

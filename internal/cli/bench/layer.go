@@ -56,10 +56,7 @@ func layers(ctx context.Context, r *runner) (_ []Result, err error) {
 		if b.remote != nil {
 			b.remote.stop()
 		}
-		// What a node that could not be stopped still has mounted is not to be removed.
-		if err == nil {
-			err = os.RemoveAll(scratch)
-		}
+		err = errors.Join(err, removeScratch(scratch))
 	}()
 	if b.remote, err = startRemote(ctx, filepath.Join(scratch, "store")); err != nil {
 		return nil, err
@@ -70,6 +67,18 @@ func layers(ctx context.Context, r *runner) (_ []Result, err error) {
 		}
 	}
 	return b.results, nil
+}
+
+// removeScratch removes all that was written, also after a failure, unless a node that could not be stopped has something mounted there.
+func removeScratch(dir string) error {
+	mounts, err := os.ReadFile("/proc/self/mountinfo")
+	if err != nil {
+		return err
+	}
+	if strings.Contains(string(mounts), " "+dir+"/") {
+		return fmt.Errorf("a node has mounts below %s still: end it with harena down --data, then remove the directory", dir)
+	}
+	return os.RemoveAll(dir)
 }
 
 func (b *layerBench) imageSize() int64 {
@@ -132,7 +141,7 @@ func (b *layerBench) makeImage(ctx context.Context) error {
 	if err := writeTree(ctx, b.tar, b.imageSize()); err != nil {
 		return err
 	}
-	if err := gzipFile(b.tar, b.gz); err != nil {
+	if err := gzipFile(ctx, b.tar, b.gz); err != nil {
 		return err
 	}
 	return b.fill(ctx, "image", func(n *benchNode) error {
@@ -177,7 +186,15 @@ func (b *layerBench) touch(ctx context.Context) error {
 			if ok, err = stopReadAhead(before); err != nil || !ok {
 				return err
 			}
-			return b.touchPages(ctx, n, pages{tree})
+			metas, err := b.remote.metas("image")
+			if err != nil {
+				return err
+			}
+			meta, err := n.object(metas)
+			if err != nil {
+				return err
+			}
+			return b.touchPages(ctx, n, pages{tree}, pages{meta})
 		})
 		if err != nil || ok {
 			return err
@@ -186,9 +203,10 @@ func (b *layerBench) touch(ctx context.Context) error {
 	return errors.New("other layers are mounted all the time: run this measure on a machine that is idle")
 }
 
-func (b *layerBench) touchPages(ctx context.Context, n *benchNode, p pages) error {
+func (b *layerBench) touchPages(ctx context.Context, n *benchNode, data, meta pages) error {
 	for _, job := range []string{"echo", "python", "cc"} {
-		if err := p.drop(); err != nil {
+		// Inodes and names as well: what the kernel still knows it does not read again.
+		if err := errors.Join(data.drop(), os.WriteFile("/proc/sys/vm/drop_caches", []byte("2"), 0), meta.drop()); err != nil {
 			return err
 		}
 		sb, err := n.client.CreateSandbox(ctx, harena.Spec{Image: layerImage})
@@ -203,11 +221,17 @@ func (b *layerBench) touchPages(ctx context.Context, n *benchNode, p pages) erro
 			b.progress("layer: %s does not work in the image: %s", job, firstLine(string(res.Stderr)))
 			continue
 		}
-		touched, err := p.touched()
+		metaTouched, err := meta.touched() // first: looking for files touches it
 		if err != nil {
 			return err
 		}
-		b.add(amount("layer_touched_by_"+job, "kB", float64(touched)/1e3))
+		dataTouched, err := data.touched()
+		if err != nil {
+			return err
+		}
+		r := amount("layer_touched_by_"+job, "kB", float64(dataTouched+metaTouched)/1e3)
+		r.Steps = map[string]float64{"data": float64(dataTouched) / 1e3, "metadata images": float64(metaTouched) / 1e3}
+		b.add(r)
 	}
 	return nil
 }
@@ -287,7 +311,7 @@ func (b *layerBench) coldAndWarm(ctx context.Context) error {
 		b.add(moved)
 		touched, _ := b.result("layer_touched_by_" + job)
 		b.add(amount("layer_cold_"+job+"_moved_by_touched", "×", moved.P50/touched.P50))
-		b.add(amount("layer_cold_"+job+"_data_by_touched", "×", moved.Steps["data"]/touched.P50))
+		b.add(amount("layer_cold_"+job+"_data_by_touched", "×", moved.Steps["data"]/touched.Steps["data"]))
 		b.add(summarise("layer_warm_"+job, warm, 0))
 		b.add(movedBytes("layer_warm_"+job+"_moved", warmMoved...))
 	}

@@ -121,7 +121,7 @@ func (b *layerBench) workspaces(ctx context.Context) error {
 	if err := errors.Join(harena.WriteTree(ctx, f, tree, harena.TreeOptions{}), f.Close()); err != nil {
 		return err
 	}
-	if err := gzipFile(tar, packed+"/workspace.tar.gz"); err != nil {
+	if err := gzipFile(ctx, tar, packed+"/workspace.tar.gz"); err != nil {
 		return err
 	}
 	return b.fill(ctx, "workspace", func(n *benchNode) error {

@@ -12,6 +12,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"time"
 
 	"github.com/harena-dev/harena/sdk/go/harena"
@@ -43,6 +44,7 @@ func startRemote(ctx context.Context, dir string) (*remote, error) {
 	}
 	cmd := exec.Command(program, "--quiet", "--keep-alive", "--port", addr, "posix", dir)
 	cmd.Env = []string{"ROOT_ACCESS_KEY=" + remoteKey, "ROOT_SECRET_KEY=" + remoteSecret}
+	cmd.SysProcAttr = ownGroup()
 	if err := cmd.Start(); err != nil {
 		return nil, err
 	}
@@ -76,6 +78,9 @@ func (r *remote) stop() {
 	_ = r.cmd.Process.Kill()
 	_ = r.cmd.Wait()
 }
+
+// ownGroup keeps a terminal's interrupt from servers: they are ended in order.
+func ownGroup() *syscall.SysProcAttr { return &syscall.SysProcAttr{Setpgid: true} }
 
 // bucket makes a bucket and returns the URL under which addr, the server's or a link's to it, has it.
 func (r *remote) bucket(name, addr string) (string, error) {
@@ -160,6 +165,7 @@ func startNode(ctx context.Context, data, store string) (_ *benchNode, err error
 		args = append(args, "--store", store)
 	}
 	n := &benchNode{data: data, cmd: exec.Command(program, args...)}
+	n.cmd.SysProcAttr = ownGroup()
 	n.cmd.Env = append(os.Environ(), "AWS_ACCESS_KEY_ID="+remoteKey, "AWS_SECRET_ACCESS_KEY="+remoteSecret, "AWS_SESSION_TOKEN=")
 	out, err := n.cmd.StdoutPipe()
 	if err != nil {
@@ -217,6 +223,20 @@ func startNode(ctx context.Context, data, store string) (_ *benchNode, err error
 func lastLine(s string) string {
 	s = strings.TrimSpace(s)
 	return s[strings.LastIndexByte(s, '\n')+1:]
+}
+
+// object finds the file of one of the named objects among the node's own.
+func (n *benchNode) object(names map[string]bool) (path string, err error) {
+	err = filepath.WalkDir(filepath.Join(n.data, "layers"), func(p string, e os.DirEntry, err error) error {
+		if err == nil && e.Type().IsRegular() && names[e.Name()] {
+			path = p
+		}
+		return err
+	})
+	if err == nil && path == "" {
+		err = fmt.Errorf("none of %d objects is below %s", len(names), n.data)
+	}
+	return path, err
 }
 
 // stop ends the node, its sandboxes and its daemons, and removes its data.

@@ -151,12 +151,13 @@ func addToTree(w *tar.Writer, path string, e fs.DirEntry, limit *int64) error {
 }
 
 // gzipFile writes a compressed copy of a file, as registries keep layers.
-func gzipFile(from, to string) error {
+func gzipFile(ctx context.Context, from, to string) error {
 	in, err := os.Open(from)
 	if err != nil {
 		return err
 	}
 	defer in.Close()
+	defer context.AfterFunc(ctx, func() { in.Close() })() // it takes a minute of a large one
 	out, err := os.Create(to)
 	if err != nil {
 		return err
@@ -164,7 +165,7 @@ func gzipFile(from, to string) error {
 	defer out.Close()
 	z := gzip.NewWriter(out)
 	_, err = io.Copy(z, in)
-	return errors.Join(err, z.Close(), out.Close())
+	return errors.Join(err, z.Close(), out.Close(), ctx.Err())
 }
 
 // randomTar writes a tar with one file of random bytes.
@@ -182,8 +183,8 @@ func randomTar(file, name string, size int64) error {
 	return errors.Join(err, w.Close(), f.Close())
 }
 
-// pages looks at the page cache of all regular files below dir.
-type pages struct{ dir string }
+// pages looks at the page cache of all regular files below a directory, or of one file.
+type pages struct{ path string }
 
 // erofsDevices are the read-ahead settings of all EROFS file systems. They are numbered in the order of mounts, so that which is whose
 // is told only by what was there before.
@@ -246,7 +247,7 @@ func (p pages) touched() (bytes int64, err error) {
 }
 
 func (p pages) each(f func(*os.File, int64) error) error {
-	return filepath.WalkDir(p.dir, func(path string, e fs.DirEntry, err error) error {
+	return filepath.WalkDir(p.path, func(path string, e fs.DirEntry, err error) error {
 		if err != nil || !e.Type().IsRegular() {
 			return err
 		}

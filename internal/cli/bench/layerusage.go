@@ -4,6 +4,7 @@ import (
 	"bufio"
 	"bytes"
 	"context"
+	"errors"
 	"fmt"
 	"os"
 	"os/exec"
@@ -88,12 +89,13 @@ func (b *layerBench) dockerPull(ctx context.Context) error {
 		if out, err := exec.CommandContext(ctx, docker, "pull", image).CombinedOutput(); err != nil {
 			return fmt.Errorf("docker pull: %w: %s", err, lastLine(string(out)))
 		}
-		if err := wantReady(exec.CommandContext(ctx, docker, "run", "--rm", "--network=none", image, "/bin/sh", "-c", jobs()["echo"])); err != nil {
-			return err
-		}
+		runErr := wantReady(exec.CommandContext(ctx, docker, "run", "--rm", "--network=none", image, "/bin/sh", "-c", jobs()["echo"]))
 		samples = append(samples, time.Since(start))
-		if out, err := exec.CommandContext(ctx, docker, "rmi", image).CombinedOutput(); err != nil {
-			return fmt.Errorf("docker rmi: %w: %s", err, lastLine(string(out)))
+		if out, err := exec.CommandContext(context.WithoutCancel(ctx), docker, "rmi", image).CombinedOutput(); err != nil {
+			return errors.Join(runErr, fmt.Errorf("docker rmi: %w: %s", err, lastLine(string(out))))
+		}
+		if runErr != nil {
+			return runErr
 		}
 		b.progress("layer: docker pull and run")
 	}
