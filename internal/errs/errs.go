@@ -72,6 +72,13 @@ func (e *Error) WithHint(format string, args ...any) *Error {
 	return e
 }
 
+// Exhausts names the limit that was reached, where nobody knows by how much, and returns the error. Who repeats what broke
+// does not repeat what reached a limit.
+func (e *Error) Exhausts(name string) *Error {
+	e.Limit = &Limit{Name: name}
+	return e
+}
+
 // OverLimit makes the error for a limit that a caller exceeded.
 func OverLimit(kind Kind, name string, limit, asked any) *Error {
 	l := &Limit{Name: name, Value: fmt.Sprint(limit), Asked: fmt.Sprint(asked)}

@@ -2,6 +2,7 @@ package exec
 
 import (
 	"context"
+	"errors"
 	"os"
 	"path/filepath"
 	"sync"
@@ -142,6 +143,9 @@ func TestFullDisk(t *testing.T) {
 	for range 3 { // refused operations do not count against their limit
 		_, err := r.tryRun(context.Background(), op("op", "true"))
 		wantKind(t, err, errs.Capacity, "no space left")
+		if e := new(errs.Error); !errors.As(errs.FromConnect(err), &e) || e.Limit == nil {
+			t.Errorf("%v names no limit, so clients repeat it", err)
+		}
 	}
 	o := r.shell("head -c 500000 /dev/zero; exit 3")
 	if len(o.stdout) != 500000 || o.result.GetExitCode() != 3 || o.result.GetStdout().GetDropped() == 0 {

@@ -84,7 +84,7 @@ func (s *Service) pipe(uid, gid uint32, keepRead bool) (r, w *os.File, err error
 
 func noDescriptors(what string, err error) error {
 	if errors.Is(err, unix.EMFILE) || errors.Is(err, unix.ENFILE) {
-		return errs.E(errs.Capacity, "%s: %w", what, err).WithHint("end commands that are not needed any more")
+		return errs.E(errs.Capacity, "%s: %w", what, err).Exhausts("open files of the sandbox's supervisor").WithHint("end commands that are not needed any more")
 	}
 	return fmt.Errorf("%s: %w", what, err)
 }
@@ -107,7 +107,7 @@ func (s *Service) terminal(uid uint32, pty *harenav1.Pty) (*stdio, error) {
 		Resolve: unix.RESOLVE_NO_XDEV | unix.RESOLVE_NO_SYMLINKS | unix.RESOLVE_BENEATH,
 	})
 	if errors.Is(err, unix.ENOSPC) || errors.Is(err, unix.EMFILE) || errors.Is(err, unix.ENFILE) { // ENOSPC: every terminal that the mount allows is in use
-		return nil, errs.E(errs.Capacity, "open a terminal: %w", err).WithHint("end commands that are not needed any more")
+		return nil, errs.E(errs.Capacity, "open a terminal: %w", err).Exhausts("terminals of the sandbox").WithHint("end commands that are not needed any more")
 	}
 	if err != nil {
 		return nil, errs.E(errs.Precondition, "open a terminal in the sandbox's devpts: %w", err)

@@ -153,10 +153,10 @@ func errnoErr(errno syscall.Errno, subject string) *errs.Error {
 	case unix.ENAMETOOLONG:
 		return errs.E(errs.Invalid, "%s is too long a name", subject).WithHint("a name may have 255 bytes, a path 4095")
 	case unix.ENOSPC, unix.EDQUOT:
-		return errs.E(errs.Capacity, "no space left in the sandbox for %s", subject).
+		return errs.E(errs.Capacity, "no space left in the sandbox for %s", subject).Exhausts("disk of the sandbox").
 			WithHint("remove files inside, or create the sandbox with a larger disk limit")
 	case unix.ENOMEM:
-		return errs.E(errs.Capacity, "no memory left in the sandbox for %s", subject).WithHint("file operations count against the sandbox's memory limit")
+		return errs.E(errs.Capacity, "no memory left in the sandbox for %s", subject).Exhausts("memory of the sandbox").WithHint("file operations count against the sandbox's memory limit")
 	case unix.EBUSY:
 		return errs.E(errs.Precondition, "%s is in use, or is a mount point", subject).
 			WithHint("a file that is a mount point cannot be replaced; write to it by a command inside")

@@ -4,6 +4,7 @@ import (
 	"archive/tar"
 	"bytes"
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"net/http"
@@ -395,6 +396,9 @@ func TestDiskFull(t *testing.T) {
 	b.file("f", 0, 0o644, "old")
 	_, err := b.write("", "/f", strings.Repeat("x", 8<<20), 0)
 	wantKind(t, err, errs.Capacity, "no space left in the sandbox")
+	if e := new(errs.Error); !errors.As(err, &e) || e.Limit == nil {
+		t.Errorf("%v names no limit, so clients repeat it", err)
+	}
 	if b.content("f") != "old" {
 		t.Error("the old file was touched")
 	}

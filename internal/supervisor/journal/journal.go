@@ -238,7 +238,7 @@ func failed(err error) error {
 	}
 	for _, errno := range []error{unix.ENOSPC, unix.EDQUOT, unix.EROFS} {
 		if errors.Is(err, errno) {
-			return errs.E(errs.Capacity, "the node cannot record the operation: %w", errno).
+			return errs.E(errs.Capacity, "the node cannot record the operation: %w", errno).Exhausts("disk of the node").
 				WithHint("free space on the node, or leave op_id out")
 		}
 	}

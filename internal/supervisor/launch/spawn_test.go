@@ -222,6 +222,9 @@ func TestPidsLimit(t *testing.T) {
 	if !errs.Is(err, errs.Capacity) || !strings.Contains(err.Error()+fmt.Sprint(err.(*errs.Error).Hint), "pids limit") {
 		t.Errorf("at the pids limit: %v", err)
 	}
+	if err.(*errs.Error).Limit == nil { //nolint:errorlint // see above
+		t.Errorf("%v names no limit, so clients repeat it", err)
+	}
 }
 
 func TestSignalAndKill(t *testing.T) {

@@ -270,7 +270,7 @@ func (z *Zygote) fork(ctx context.Context, p *Program) (*child, error) {
 func (z *Zygote) forkError(errno syscall.Errno) error {
 	switch errno {
 	case unix.EAGAIN:
-		return errs.E(errs.Capacity, "the sandbox cannot start another process: %w", errno).
+		return errs.E(errs.Capacity, "the sandbox cannot start another process: %w", errno).Exhausts("processes of the sandbox").
 			WithHint("its pids limit is reached; end processes in it or create it with a higher limit")
 	case unix.ENOMEM:
 		// Also what a pid namespace says whose PID 1 is dying.
@@ -279,7 +279,7 @@ func (z *Zygote) forkError(errno syscall.Errno) error {
 			return z.endedError()
 		case <-time.After(100 * time.Millisecond):
 		}
-		return errs.E(errs.Capacity, "the sandbox cannot start another process: %w", errno).
+		return errs.E(errs.Capacity, "the sandbox cannot start another process: %w", errno).Exhausts("memory of the sandbox").
 			WithHint("its memory limit is reached; end processes in it or create it with a higher limit")
 	}
 	return fmt.Errorf("fork into the sandbox: %w", errno)

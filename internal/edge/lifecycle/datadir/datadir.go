@@ -334,7 +334,7 @@ func Fault(action, dir string, err error) error {
 	case errors.As(err, &known):
 		return err
 	case errors.Is(err, unix.ENOSPC), errors.Is(err, unix.EDQUOT):
-		return errs.E(errs.Capacity, "cannot %s: the disk of %s is full", action, dir).On("data directory %s", dir).
+		return errs.E(errs.Capacity, "cannot %s: the disk of %s is full", action, dir).Exhausts("disk of the node").On("data directory %s", dir).
 			WithHint("free space there: stop sandboxes, or run `harena layer gc`")
 	case errors.Is(err, unix.EROFS):
 		return errs.E(errs.Precondition, "cannot %s: %s is read-only", action, dir).On("data directory %s", dir).
@@ -343,7 +343,7 @@ func Fault(action, dir string, err error) error {
 		return errs.E(errs.Precondition, "cannot %s: no permission in %s", action, dir).On("data directory %s", dir).
 			WithHint("run as root")
 	case errors.Is(err, unix.EMFILE), errors.Is(err, unix.ENFILE):
-		return errs.E(errs.Capacity, "cannot %s: too many open files", action).WithHint("raise the limit of open files of harena")
+		return errs.E(errs.Capacity, "cannot %s: too many open files", action).Exhausts("open files of the server").WithHint("raise the limit of open files of harena")
 	case errors.Is(err, unix.ENOENT), errors.Is(err, unix.ENOTDIR), errors.Is(err, unix.ELOOP), errors.Is(err, unix.ENAMETOOLONG):
 		return errs.E(errs.Precondition, "cannot %s: %w", action, err).On("data directory %s", dir).
 			WithHint("--data names a directory, which is made if its parent can have it")
