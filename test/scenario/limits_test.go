@@ -42,7 +42,7 @@ func limitsOf(t *testing.T, id string) map[string]string {
 func TestLimitsOutliveAKilledServer(t *testing.T) {
 	own := needOwn(t)
 	b := create(t, func(s *harenav1.SandboxSpec) { s.Limits = &harenav1.Limits{Memory: 512 << 20} })
-	b.start(&harenav1.Command{Shell: `{ head -c 201326592 /dev/urandom; : > /tmp/full; while [ ! -e /tmp/go ]; do sleep 0.1; done; } | tail -c 201326592 | wc -c`})
+	b.start(&harenav1.Command{Shell: `{ head -c 67108864 /dev/urandom; : > /tmp/full; while [ ! -e /tmp/go ]; do sleep 0.1; done; } | tail -c 67108864 | wc -c`})
 	eventually(t, "it holds memory", time.Minute, func() bool { return b.sh("test -e /tmp/full").GetExitCode() == 0 })
 	before := limitsOf(t, b.id)
 	// Where swap is opened for the time of a pause, the server is killed when that is seen; elsewhere at some moment.
