@@ -293,8 +293,10 @@ func TestImportSources(t *testing.T) {
 
 func TestVerifyStream(t *testing.T) {
 	f := newFixture(t)
-	if _, err := f.upload(t, bytes.NewReader(archive(t, "content")), "name", "a"); err != nil {
-		t.Fatal(err)
+	for _, existed := range []bool{false, true} {
+		if res, err := f.upload(t, bytes.NewReader(archive(t, "content")), "name", "a"); err != nil || res.GetExisted() != existed {
+			t.Fatalf("existed %v: %v, %v", existed, res, err)
+		}
 	}
 	stream, err := f.client.Verify(context.Background(), connect.NewRequest(&harenav1.VerifyLayerRequest{Name: "a"}))
 	if err != nil {
