@@ -85,7 +85,7 @@ func (a *app) root() *cobra.Command {
 	root.SetOut(a.Stdout)
 	root.SetErr(a.Stderr)
 	root.PersistentFlags().BoolVar(&a.json, "json", false, "print JSON for machines")
-	root.PersistentFlags().StringVar(&a.profile, "profile", "", "file with url and token (default ~/.config/harena/client.json); HARENA_URL and HARENA_TOKEN come before it")
+	root.PersistentFlags().StringVar(&a.profile, "profile", "", "file with url and token; without it HARENA_URL and HARENA_TOKEN count, then ~/.config/harena/client.json")
 	root.AddCommand(a.Commands...)
 	root.AddCommand(
 		a.runCommand(), a.createCommand(), a.execCommand(), a.commandsCommand(), a.attachCommand(), a.killCommand(), a.shellCommand(),

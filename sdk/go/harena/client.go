@@ -74,8 +74,8 @@ func WithToken(t string) Option { return func(o *options) { o.token = t } }
 // WithProject sets the project of what is created; default: the token's.
 func WithProject(p string) Option { return func(o *options) { o.project = p } }
 
-// WithProfile names the file that FromEnv reads URL and token from when the
-// environment does not have them; default ~/.config/harena/client.json.
+// WithProfile names the file that FromEnv reads URL and token from. It comes before the
+// environment; the profile that is read without it, ~/.config/harena/client.json, after.
 func WithProfile(path string) Option { return func(o *options) { o.profile = path } }
 
 // WithTransport replaces how HTTP requests are made.
@@ -85,29 +85,44 @@ func WithTransport(t http.RoundTripper) Option { return func(o *options) { o.tra
 // without progress; default one minute.
 func WithPatience(d time.Duration) Option { return func(o *options) { o.patience = d } }
 
-// FromEnv makes a client from HARENA_URL, HARENA_TOKEN and HARENA_PROJECT and,
-// for what they leave open, from the profile. Options come before both.
+// FromEnv makes a client from, in this order, the options, the profile that WithProfile
+// names, HARENA_URL, HARENA_TOKEN and HARENA_PROJECT, and the default profile.
 func FromEnv(opts ...Option) (*Client, error) {
 	var o options
 	for _, opt := range opts {
 		opt(&o)
 	}
-	setDefault(&o.url, os.Getenv("HARENA_URL"))
-	setDefault(&o.token, os.Getenv("HARENA_TOKEN"))
-	setDefault(&o.project, os.Getenv("HARENA_PROJECT"))
-	if o.url == "" || o.token == "" {
-		p, err := readProfile(o.profile)
-		if err != nil {
+	if o.profile != "" && (o.url == "" || o.token == "") {
+		if err := o.fromProfile(); err != nil {
 			return nil, err
 		}
-		setDefault(&o.url, p.URL)
-		// A token goes only to the server that it is for.
-		if o.url == p.URL {
-			setDefault(&o.token, p.Token)
-			setDefault(&o.project, p.Project)
+	}
+	setDefault(&o.url, os.Getenv("HARENA_URL"))
+	// A token goes only to the server that it is for.
+	if env := os.Getenv("HARENA_URL"); o.profile == "" || env == "" || env == o.url {
+		setDefault(&o.token, os.Getenv("HARENA_TOKEN"))
+		setDefault(&o.project, os.Getenv("HARENA_PROJECT"))
+	}
+	if o.profile == "" && (o.url == "" || o.token == "") {
+		if err := o.fromProfile(); err != nil {
+			return nil, err
 		}
 	}
 	return newClient(o)
+}
+
+// fromProfile adds what the profile has.
+func (o *options) fromProfile() error {
+	p, err := readProfile(o.profile)
+	if err != nil {
+		return err
+	}
+	setDefault(&o.url, p.URL)
+	if o.url == p.URL {
+		setDefault(&o.token, p.Token)
+		setDefault(&o.project, p.Project)
+	}
+	return nil
 }
 
 // New makes a client from options alone.

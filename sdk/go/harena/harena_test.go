@@ -385,7 +385,10 @@ func TestProfileAndEnvironment(t *testing.T) {
 	if !harena.IsKind(err, harena.KindUnauthenticated) {
 		t.Errorf("the environment's token does not come first: %v", err)
 	}
-	if _, err := harena.FromEnv(harena.WithURL("http://x"), harena.WithProfile(write(filepath.Join(home, "bad.json"), "{"))); err != nil {
+	works("a named profile beside another environment", harena.WithProfile(filepath.Join(home, "other.json")))
+	t.Setenv("HARENA_URL", "http://127.0.0.1:1")
+	works("a named profile beside the environment of another server", harena.WithProfile(filepath.Join(home, "other.json")))
+	if _, err := harena.FromEnv(harena.WithURL("http://x"), harena.WithToken("t"), harena.WithProfile(write(filepath.Join(home, "bad.json"), "{"))); err != nil {
 		t.Errorf("a profile that is not needed was read: %v", err)
 	}
 	t.Setenv("HARENA_TOKEN", "")
