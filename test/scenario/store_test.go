@@ -66,8 +66,10 @@ func (n *storeNode) start() {
 }
 
 // try runs the CLI against the node.
-func (n *storeNode) try(args ...string) (string, error) {
-	ctx := within(n.t, 2*time.Minute)
+func (n *storeNode) try(args ...string) (string, error) { return n.tryFor(2*time.Minute, args...) }
+
+func (n *storeNode) tryFor(d time.Duration, args ...string) (string, error) {
+	ctx := within(n.t, d)
 	cmd := exec.CommandContext(ctx, program("harena"), append([]string{"--profile", filepath.Join(n.dir, "client.json")}, args...)...)
 	// The server that the suite runs against, if that is named, is another one.
 	cmd.Env = slices.DeleteFunc(os.Environ(), func(v string) bool {
@@ -80,6 +82,16 @@ func (n *storeNode) try(args ...string) (string, error) {
 func (n *storeNode) run(args ...string) string {
 	n.t.Helper()
 	out, err := n.try(args...)
+	if err != nil {
+		n.t.Fatalf("harena %s: %v: %s", strings.Join(args, " "), err, out)
+	}
+	return out
+}
+
+// takes is run of what may take so long.
+func (n *storeNode) takes(d time.Duration, args ...string) string {
+	n.t.Helper()
+	out, err := n.tryFor(d, args...)
 	if err != nil {
 		n.t.Fatalf("harena %s: %v: %s", strings.Join(args, " "), err, out)
 	}
