@@ -31,7 +31,7 @@ var suites = []struct {
 	{"internal/storage/erofs", 2 * time.Minute, ""},
 	{"internal/storage/fuseblob", time.Minute, ""},
 	{"internal/blobd", 2 * time.Minute, ""},
-	{"test/scenario", 6 * time.Minute, "^(TestCreateGetListStop|TestStreamsAreKeptApart|TestTimeoutKillsTheWholeTree|TestTerminal|TestFileNames|TestSandboxesDoNotShare|TestPauseGivesMemoryBack|TestForksShareFilesAndNoIdentity)$"},
+	{"test/scenario", 6 * time.Minute, "^(TestCreateGetListStop|TestStreamsAreKeptApart|TestTimeoutKillsTheWholeTree|TestTerminal|TestFileNames|TestSandboxesDoNotShare|TestLimitsAreSeenInside|TestPauseGivesMemoryBack|TestForksShareFilesAndNoIdentity)$"},
 }
 
 // tooSlow are tests that an emulated machine does not get through: a hog that thrashes at its limit (docs/second-kernel.md).
