@@ -19,7 +19,7 @@ var suites = []struct {
 	limit time.Duration
 	short string // regular expression of tests; "" for none
 }{
-	{"internal/cgroup", 30 * time.Second, "."},
+	{"internal/cgroup", time.Minute, "."},
 	{"internal/supervisor/launch", 2 * time.Minute, "^(TestNobodyIsTraceable|TestMountsShowNoPathOfTheNode|TestWritableLayer|TestMaskedAndReadOnly|TestChecks.*)$"},
 	{"internal/supervisor/exec", 2 * time.Minute, ""},
 	{"internal/supervisor/files", 2 * time.Minute, ""},
@@ -66,8 +66,8 @@ bin/harena down --data $data
 
 func all(long bool) []step {
 	steps := []step{
-		{"kernel", ".", kernelScript, 5 * time.Second},
-		{"doctor", ".", doctorScript, 10 * time.Second},
+		{"kernel", ".", kernelScript, 20 * time.Second},
+		{"doctor", ".", doctorScript, 40 * time.Second},
 	}
 	for _, s := range suites {
 		run := "."
