@@ -70,6 +70,8 @@ func openNode(ctx context.Context, c nodeConfig) (_ *node, err error) {
 			return nil, err
 		}
 		options = append(options, n.shared.option)
+	} else if layer.KnowsStores(n.dir.Path()) {
+		c.log.Warn("names of layers that are in a shared store mean nothing until the node is started with --store again")
 	}
 	store, err := layer.Open(n.dir.Path(), layer.Limits{}, options...)
 	if err != nil {

@@ -42,9 +42,7 @@ func openShared(ctx context.Context, c storeConfig, dir *datadir.Dir, log *slog.
 	if err != nil {
 		return nil, err
 	}
-	store, err := blob.Open(ctx, plainURL, blob.Options{
-		CredentialsFile: filepath.Join(dir.Path(), storeCredentials), Known: layer.KnowsStore(dir.Path(), plainURL),
-	})
+	store, err := openStore(ctx, plainURL, dir.Path())
 	if err != nil {
 		return nil, err
 	}
@@ -72,6 +70,20 @@ func openShared(ctx context.Context, c storeConfig, dir *datadir.Dir, log *slog.
 		return nil, err
 	}
 	return s, nil
+}
+
+// openStore opens a store for the node that has its data in dir. A store that answered it before may be away for the moment; the
+// first time that is a mistake in the URL or the credentials.
+func openStore(ctx context.Context, url, dir string) (blob.Store, error) {
+	known := layer.KnowsStore(dir, url)
+	store, err := blob.Open(ctx, url, blob.Options{CredentialsFile: filepath.Join(dir, storeCredentials), Known: known})
+	if err != nil || known {
+		return store, err
+	}
+	if _, err := store.List(ctx, "", "", 1); err != nil {
+		return nil, err
+	}
+	return store, nil
 }
 
 // parseStore takes our own parameter out of a store's URL.

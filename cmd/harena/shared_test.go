@@ -2,6 +2,9 @@ package main
 
 import (
 	"context"
+	"fmt"
+	"net/http"
+	"net/http/httptest"
 	"testing"
 
 	"github.com/harena-dev/harena/internal/errs"
@@ -42,5 +45,32 @@ func TestParseStore(t *testing.T) {
 	}
 	if !errs.Is(err, errs.Invalid) {
 		t.Errorf("an unknown parameter: %v", err)
+	}
+}
+
+// A node does not begin with a store that never answered it.
+func TestStoreOfTheFirstStart(t *testing.T) {
+	t.Setenv("AWS_ACCESS_KEY_ID", "key")
+	t.Setenv("AWS_SECRET_ACCESS_KEY", "secret")
+	for _, c := range []struct {
+		status int
+		code   string
+		kind   errs.Kind
+	}{
+		{http.StatusForbidden, "SignatureDoesNotMatch", errs.Unauthenticated},
+		{http.StatusForbidden, "AccessDenied", errs.Denied},
+		{http.StatusNotFound, "NoSuchBucket", errs.Precondition},
+	} {
+		server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+			w.WriteHeader(c.status)
+			fmt.Fprintf(w, "<Error><Code>%s</Code></Error>", c.code)
+		}))
+		if _, err := openStore(context.Background(), "s3://bucket?region=eu&endpoint="+server.URL, t.TempDir()); !errs.Is(err, c.kind) {
+			t.Errorf("%s: %v", c.code, err)
+		}
+		server.Close()
+	}
+	if _, err := openStore(context.Background(), "file://"+t.TempDir(), t.TempDir()); err != nil {
+		t.Errorf("an empty directory: %v", err)
 	}
 }

@@ -413,9 +413,18 @@ func (o *remoteObject) Close() error {
 	return nil
 }
 
+// greeted begins the names of greetings.
+const greeted = "greeted-"
+
 // greeting is the file which says that a node has left something of its own in a store.
 func greeting(layers, url string) string {
-	return filepath.Join(layers, "shared", "greeted-"+digestOf([]byte(url)).Hex()[:16])
+	return filepath.Join(layers, "shared", greeted+digestOf([]byte(url)).Hex()[:16])
+}
+
+// KnowsStores tells whether a node with that data directory has used a store.
+func KnowsStores(dir string) bool {
+	entries, err := os.ReadDir(filepath.Join(dir, "layers", "shared"))
+	return err == nil && slices.ContainsFunc(entries, func(e fs.DirEntry) bool { return strings.HasPrefix(e.Name(), greeted) })
 }
 
 // KnowsStore tells whether a node with that data directory has used the store of that URL before.

@@ -3,9 +3,11 @@ package layer
 import (
 	"bytes"
 	"context"
+	"errors"
 	"os"
 	"path/filepath"
 	"slices"
+	"strings"
 	"testing"
 	"time"
 
@@ -133,6 +135,17 @@ func TestSharedStoreEmptyAtFirst(t *testing.T) {
 	l := importFiles(t, s, "x:1", Base, entry{"f", "one", 0}).Layer
 	if !KnowsStore(data, "test") || KnowsStore(data, "other") {
 		t.Error("it is not known which store was used")
+	}
+	alone, err := Open(data, Limits{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	var e *errs.Error
+	if _, err := alone.Resolve(ctx, "", "x:1"); !errors.As(err, &e) || e.Kind != errs.NotFound || !strings.Contains(e.Hint, "--store") || !strings.Contains(e.Hint, string(l.Digest)) {
+		t.Errorf("a shared name on a node that has no store: %v", err)
+	}
+	if !KnowsStores(data) || KnowsStores(t.TempDir()) {
+		t.Error("it is not known that a store was used")
 	}
 	s = open(empty, "other")
 	if err := s.CheckShared(ctx); errs.KindOf(err) != errs.Precondition {

@@ -38,6 +38,11 @@ func (s *Store) readTagFile(t tree, r Ref) (Digest, error) {
 // noSuchName says what there is instead.
 func (s *Store) noSuchName(r Ref) error {
 	e := errs.E(errs.NotFound, "there is no layer %s", r).On("layer %s", r)
+	if s.remote == nil {
+		if b, err := os.ReadFile(s.tagPath(sharedTree, r)); err == nil {
+			return e.WithHint("the name is one of a shared store: start the node with --store, or use the digest %s", strings.TrimSpace(string(b)))
+		}
+	}
 	const most = 10
 	tags := s.tagsOf(r, most+1)
 	if len(tags) == 0 {
@@ -52,7 +57,11 @@ func (s *Store) noSuchName(r Ref) error {
 // tagsOf returns some tags of a name, at most n.
 func (s *Store) tagsOf(r Ref, n int) []string {
 	var tags []string
-	for _, t := range []tree{ownTree, sharedTree} {
+	trees := []tree{ownTree}
+	if s.remote != nil {
+		trees = append(trees, sharedTree)
+	}
+	for _, t := range trees {
 		d, err := os.Open(filepath.Dir(s.tagPath(t, r)))
 		if err != nil {
 			continue
