@@ -82,7 +82,7 @@ func (e *Error) Exhausts(name string) *Error {
 // OverLimit makes the error for a limit that a caller exceeded.
 func OverLimit(kind Kind, name string, limit, asked any) *Error {
 	l := &Limit{Name: name, Value: fmt.Sprint(limit), Asked: fmt.Sprint(asked)}
-	return &Error{Kind: kind, Limit: l, Message: fmt.Sprintf("%s is limited to %s, asked %s", l.Name, l.Value, l.Asked)}
+	return &Error{Kind: kind, Limit: l, Message: fmt.Sprintf("the limit of %s is %s, asked %s", l.Name, l.Value, l.Asked)}
 }
 
 // KindOf returns the kind of the outermost *Error in err's chain, or the kind

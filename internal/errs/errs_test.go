@@ -41,7 +41,7 @@ func TestErrorsSurviveTheWire(t *testing.T) {
 		back := errs.FromConnect(errs.ToConnect(fmt.Errorf("context: %w", err)))
 		var e *errs.Error
 		if !errors.As(back, &e) || e.Kind != k || e.Resource != "sandbox abc" || e.Hint != "ask for 10" ||
-			e.Limit == nil || *e.Limit != (errs.Limit{Name: "pids", Value: "10", Asked: "11"}) || e.Message != "context: pids is limited to 10, asked 11" {
+			e.Limit == nil || *e.Limit != (errs.Limit{Name: "pids", Value: "10", Asked: "11"}) || e.Message != "context: the limit of pids is 10, asked 11" {
 			t.Errorf("%s came back as %#v", k, back)
 		}
 		// Without the detail, as from a proxy, the code still tells the kind.

@@ -429,7 +429,7 @@ func TestUnreadableRequests(t *testing.T) {
 		"no procedure": {"POST", list + "s", "application/json", "{}", 404, "no procedure"},
 		"no service":   {"POST", "/harena.v1.None/List", "application/json", "{}", 404, "no procedure"},
 		"stream":       {"POST", run, "application/json", "{}", 400, "application/connect+json"},
-		"too long":     {"POST", list, "application/json", `{"unknown": "` + strings.Repeat("x", 5<<20) + `"}`, 400, "bytes of a request is limited to 4194304"},
+		"too long":     {"POST", list, "application/json", `{"unknown": "` + strings.Repeat("x", 5<<20) + `"}`, 400, "the limit of bytes of a request is 4194304"},
 		"fine":         {"POST", list, "application/json; charset=utf-8", "{}", 200, ""},
 	} {
 		t.Run(name, func(t *testing.T) {

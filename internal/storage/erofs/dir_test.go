@@ -200,7 +200,7 @@ func TestDirErrors(t *testing.T) {
 	}{
 		{filepath.Join(dir, "missing"), erofs.Options{}, errs.NotFound, "missing"},
 		{filepath.Join(dir, "f"), erofs.Options{}, errs.Invalid, "not a directory"},
-		{dir, erofs.Options{MaxBytes: 4}, errs.Invalid, `"f": size of all files of a layer is limited to 4, asked 5`},
+		{dir, erofs.Options{MaxBytes: 4}, errs.Invalid, `"f": the limit of size of all files of a layer is 4, asked 5`},
 	} {
 		im := newImages(t)
 		_, err := erofs.FromDir(context.Background(), c.dir, im.meta, im.blob, c.o)

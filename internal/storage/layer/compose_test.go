@@ -39,7 +39,7 @@ func TestCompose(t *testing.T) {
 		{"base as workspace", Stack{Image: base, Workspace: ptr(base)}, "error: layer base is a base|--image"},
 		{"vm-image as image", Stack{Image: named(VMImage, "vm")}, "error: layer vm is a vm-image|--backend vm"},
 		{"workspace as toolkit", Stack{Image: base, Toolkits: []Named{ws}}, "error: layer ws is a workspace|--workspace"},
-		{"too many", Stack{Image: base, Toolkits: many}, "error: layers of a sandbox is limited to 64, asked 71|"},
+		{"too many", Stack{Image: base, Toolkits: many}, "error: the limit of layers of a sandbox is 64, asked 71|"},
 	} {
 		got, err := Compose(c.in)
 		if want, isError := strings.CutPrefix(c.want, "error: "); isError {

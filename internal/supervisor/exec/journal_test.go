@@ -104,7 +104,7 @@ func TestOperationBeyondTheHistory(t *testing.T) {
 	}
 	r.run(op("second", "true"))
 	_, err := r.tryRun(context.Background(), op("third", "true"))
-	wantKind(t, err, errs.Quota, "limited to 2, asked 3")
+	wantKind(t, err, errs.Quota, " is 2, asked 3")
 }
 
 // What cannot be recorded is not started.

@@ -76,7 +76,7 @@ func TestRunningCommandsAreLimited(t *testing.T) {
 	a := r.begin(shell("sleep 100"))
 	r.begin(shell("sleep 100"))
 	_, err := r.tryRun(context.Background(), shell("true"))
-	wantKind(t, err, errs.Capacity, "limited to 2, asked 3")
+	wantKind(t, err, errs.Capacity, " is 2, asked 3")
 	if err := r.signal(a, "KILL", true); err != nil {
 		t.Fatal(err)
 	}

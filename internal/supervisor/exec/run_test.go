@@ -101,7 +101,7 @@ func TestRefusedRequests(t *testing.T) {
 		{"both", &harenav1.Command{Shell: "x", Argv: []string{"x"}}, errs.Invalid, "exactly one of"},
 		{"NUL", &harenav1.Command{Argv: []string{"a\x00b"}}, errs.Invalid, "NUL"},
 		{"empty program", &harenav1.Command{Argv: []string{"", "x"}}, errs.Invalid, "empty"},
-		{"long argument", &harenav1.Command{Argv: []string{"echo", strings.Repeat("x", 128<<10)}}, errs.Invalid, "limited to 131071, asked 131072"},
+		{"long argument", &harenav1.Command{Argv: []string{"echo", strings.Repeat("x", 128<<10)}}, errs.Invalid, " is 131071, asked 131072"},
 		{"many arguments", &harenav1.Command{Argv: strings.Split(strings.Repeat(strings.Repeat("x", 99)+",", 11000), ",")}, errs.Invalid, "bytes of arguments"},
 		{"environment", &harenav1.Command{Shell: "x", Env: map[string]string{"A": strings.Repeat("x", 200<<10)}}, errs.Invalid, "environment"},
 		{"relative cwd", &harenav1.Command{Shell: "x", Cwd: "tmp"}, errs.Invalid, "absolute"},
