@@ -93,8 +93,13 @@ func (b *box) run(c *harenav1.Command) output {
 }
 
 func (b *box) try(ctx context.Context, c *harenav1.Command) (output, error) {
+	return the.try(ctx, b.id, c)
+}
+
+// try runs a command in a sandbox to its end.
+func (n *node) try(ctx context.Context, id string, c *harenav1.Command) (output, error) {
 	var out output
-	stream, err := the.exec.Run(ctx, connect.NewRequest(&harenav1.RunRequest{SandboxId: b.id, Command: c}))
+	stream, err := n.exec.Run(ctx, connect.NewRequest(&harenav1.RunRequest{SandboxId: id, Command: c}))
 	if err != nil {
 		return out, err
 	}

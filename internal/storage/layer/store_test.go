@@ -289,6 +289,13 @@ func TestTagsAndListing(t *testing.T) {
 	if _, err := s.Resolve(context.Background(), "", string(a.Digest)); err != nil {
 		t.Errorf("content went with a name: %v", err)
 	}
+	if _, err := s.Remove(ctx, "", "a:b"); err != nil {
+		t.Error(err)
+	}
+	left, err := os.ReadDir(filepath.Dir(filepath.Dir(s.tagPath(ownTree, Ref{Project: DefaultProject, Name: "a", Tag: "1"}))))
+	if err != nil || len(left) != 2 { // of a/b and c
+		t.Errorf("directories of names: %v, %v", left, err)
+	}
 }
 
 func TestGarbage(t *testing.T) {

@@ -99,7 +99,12 @@ func (s *Store) removeTag(t tree, r Ref) error {
 		if err := os.Remove(path); err != nil {
 			return err
 		}
-		return syncDir(filepath.Dir(path))
+		// The directory of a name goes with its last tag. Tags are written under the lock that is held here.
+		dir := filepath.Dir(path)
+		if os.Remove(dir) == nil {
+			dir = filepath.Dir(dir)
+		}
+		return syncDir(dir)
 	})
 }
 
