@@ -212,13 +212,9 @@ func checkBootstrapped(t *testing.T, root string) {
 // A bootstrap that is cancelled in the middle leaves no process, mount or file.
 func cancelBootstrap(t *testing.T, s *Store) {
 	b := Bootstrap{Suite: "bookworm"}
-	before, err := readMountInfo()
-	if err != nil {
-		t.Fatal(err)
-	}
 	ctx, cancel := context.WithCancel(context.Background())
 	defer cancel()
-	_, err = s.ImportDebootstrap(ctx, b, ImportOptions{Name: "cancelled", Kind: Base, Progress: func(p Progress) {
+	_, err := s.ImportDebootstrap(ctx, b, ImportOptions{Name: "cancelled", Kind: Base, Progress: func(p Progress) {
 		if strings.HasPrefix(p.Message, "Extracting") {
 			cancel()
 		}
@@ -229,9 +225,14 @@ func cancelBootstrap(t *testing.T, s *Store) {
 	if tmp, _ := os.ReadDir(s.tmp()); len(tmp) != 0 {
 		t.Errorf("left in tmp: %v", tmp)
 	}
-	after, err := readMountInfo()
-	if err != nil || len(after) != len(before) {
-		t.Errorf("%d mounts before, %d after, %v", len(before), len(after), err)
+	mounts, err := readMountInfo()
+	if err != nil {
+		t.Error(err)
+	}
+	for _, m := range mounts {
+		if strings.HasPrefix(m.point, s.dir+"/") {
+			t.Errorf("left mounted: %s", m.point)
+		}
 	}
 	procs, err := filepath.Glob("/proc/[0-9]*/cmdline")
 	if err != nil {

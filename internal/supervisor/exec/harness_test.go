@@ -11,6 +11,7 @@ import (
 	"os"
 	"path/filepath"
 	"runtime"
+	"strconv"
 	"strings"
 	"sync"
 	"syscall"
@@ -87,7 +88,12 @@ func (h *hostSpawner) Spawn(ctx context.Context, s zygote.Spec) (zygote.Process,
 		if !filepath.IsAbs(path) {
 			path = filepath.Join(dir, path)
 		}
+		started.Lock()
 		pid, err := syscall.ForkExec(path, s.Argv, attr)
+		if err == nil {
+			started.pids[pid] = true
+		}
+		started.Unlock()
 		if err == nil {
 			p.pid = pid
 			go p.wait()
@@ -120,6 +126,9 @@ func (p *hostProcess) wait() {
 	if _, err := syscall.Wait4(p.pid, &ws, 0, &ru); err != nil {
 		panic(err)
 	}
+	started.Lock()
+	delete(started.pids, p.pid)
+	started.Unlock()
 	p.gone = true
 	p.exit.CPU = time.Duration(ru.Utime.Nano() + ru.Stime.Nano())
 	if ws.Signaled() {
@@ -449,11 +458,27 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// reapOrphans reaps what commands left behind; no command may run.
+// reapOrphans reaps what commands left behind, and no command: hostProcess.wait does that.
 func reapOrphans() {
-	for {
-		if pid, err := syscall.Wait4(-1, nil, syscall.WNOHANG, nil); pid <= 0 || err != nil {
-			return
+	started.Lock()
+	defer started.Unlock()
+	lists, _ := filepath.Glob("/proc/self/task/[0-9]*/children")
+	for _, l := range lists {
+		b, _ := os.ReadFile(l)
+		for _, field := range strings.Fields(string(b)) {
+			pid, err := strconv.Atoi(field)
+			if err != nil {
+				continue
+			}
+			if !started.pids[pid] {
+				_, _ = syscall.Wait4(pid, nil, syscall.WNOHANG, nil)
+			}
 		}
 	}
 }
+
+// started has the commands that were started and not waited for.
+var started = struct {
+	sync.Mutex
+	pids map[int]bool
+}{pids: map[int]bool{}}
