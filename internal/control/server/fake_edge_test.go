@@ -45,6 +45,11 @@ type fakeEdge struct {
 	requests []*edgev1.CreateRequest
 	header   http.Header // of the last call
 	stops    []*harenav1.StopRequest
+	leases   []*harenav1.LeaseJobRequest
+	// What it answers about jobs, leases, pauses.
+	jobs   []*harenav1.Job
+	lease  *harenav1.JobLease
+	pauses []*harenav1.Outcome
 }
 
 func newFakeEdge(t *testing.T, id sandbox.EdgeID) *fakeEdge {
