@@ -232,6 +232,60 @@ func TestForkFailsAtEachStep(t *testing.T) {
 	w.empty()
 }
 
+// TestForkWithoutRoomForAll: when the node takes some of the forks and has no room for more, or has a fault at one of them, none is
+// left of those that were made.
+func TestForkWithoutRoomForAll(t *testing.T) {
+	w, p := newPackingWorld(t)
+	var step atomic.Value
+	step.Store("")
+	var left atomic.Int64
+	fault := func(prefix string) func(string) error {
+		return func(s string) error {
+			if step.Load() == prefix+s && left.Add(-1) < 0 {
+				return errs.OverLimit(errs.Capacity, "room of the test", 1, 2)
+			}
+			return nil
+		}
+	}
+	w.options.Fail = func(method string, _ sandbox.ID) error { return fault("backend.")(method) }
+	w.config = func(c *Config) { c.Packer, c.Faults, c.Limits.Sandboxes = p, fault(""), 16 }
+	w.up()
+	s := w.create()
+	fork := func(count int32, request string) (*harenav1.ForkResponse, error) {
+		return w.edge.Fork(t.Context(), &harenav1.ForkRequest{Id: s.GetId(), Count: count, RequestId: request})
+	}
+	alone := func(when string) {
+		t.Helper()
+		w.runs(s.GetId())
+		if n, held, alive, dirs := w.node.Len(), w.layers.held(), w.edge.alive.Load(), len(w.dirs()); n != 1 || held != 1 || alive != 1 || dirs != 1 {
+			t.Errorf("%s: %d sandboxes are in the backend, %d count as alive, %d have directories, layers have %d owners", when, n, alive, dirs, held)
+		}
+	}
+	// The node's own limit: 15 fit beside the sandbox.
+	if res, err := fork(16, "too many"); !errs.Is(err, errs.Capacity) {
+		t.Errorf("16 forks below a limit of 16 sandboxes: %v, %v", res, err)
+	}
+	alone("at the limit")
+	for _, at := range []string{"layers.compose", "record.creating", "dirs", "layers.mount", "backend.create", "running"} {
+		for _, good := range []int64{1, 8, 14} {
+			left.Store(good)
+			step.Store(at)
+			what := fmt.Sprintf("%s after %d", at, good)
+			if res, err := fork(15, what); !errs.Is(err, errs.Capacity) {
+				t.Errorf("%s: %v, %v", what, res, err)
+			}
+			step.Store("")
+			alone(what)
+		}
+	}
+	// All that was given back is there for the next, also under the request ID of one that failed.
+	if res, err := fork(15, "running after 14"); err != nil || len(res.GetSandboxes()) != 15 {
+		t.Errorf("in the end: %v, %v", res, err)
+	}
+	w.stopAll()
+	w.empty()
+}
+
 func (w *world) stopAll() {
 	w.t.Helper()
 	var all []string
