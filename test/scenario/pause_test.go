@@ -201,3 +201,115 @@ func TestPauseCycles(t *testing.T) {
 	}
 	doctor(t)
 }
+
+// tcpPair sends a stream over TCP from one process to another, which reads it slowly until /tmp/go is there, and compares each byte
+// with what it should be. At the end each tells the other what it counted.
+const tcpPair = `
+import hashlib, os, socket, sys, time
+total = 24 << 20
+def block(i): return hashlib.shake_128(b"%d" % i).digest(65536)
+listener = socket.create_server(("127.0.0.1", 0))
+if os.fork() == 0:
+    out = socket.create_connection(listener.getsockname())
+    h = hashlib.sha256()
+    for i in range(total >> 16):
+        h.update(block(i))
+        out.sendall(block(i))
+    out.shutdown(socket.SHUT_WR)
+    answer = out.makefile("rb").read()
+    print("sender", answer == h.digest(), flush=True)
+    os._exit(0)
+peer, _ = listener.accept()
+h, got, want, at = hashlib.sha256(), 0, b"", 0
+while True:
+    data = peer.recv(4096)
+    if not data: break
+    while len(want) < len(data):
+        want += block(at); at += 1
+    if want[:len(data)] != data: sys.exit("the stream is wrong within 4096 bytes from %d" % got)
+    want = want[len(data):]
+    h.update(data)
+    got += len(data)
+    with open("/tmp/got.new", "w") as f: f.write(str(got))
+    os.rename("/tmp/got.new", "/tmp/got")
+    if not os.path.exists("/tmp/go"): time.sleep(0.01)
+peer.sendall(h.digest())
+peer.close()
+os.wait()
+print("receiver", got == total)
+`
+
+// TestConnectionInsideContinuesAfterAPause: data are under way between two processes when they stop, and arrive once and in order.
+func TestConnectionInsideContinuesAfterAPause(t *testing.T) {
+	b := create(t)
+	b.write("/tmp/pair.py", []byte(tcpPair))
+	id := b.start(&harenav1.Command{Shell: "python3 /tmp/pair.py"})
+	eventually(t, "it flows", time.Minute, func() bool { return b.sh("test -s /tmp/got").GetExitCode() == 0 })
+	for range 3 {
+		b.pause()
+		before := string(b.read("/tmp/got")) // resumes it
+		eventually(t, "it flows on", time.Minute, func() bool { return string(b.read("/tmp/got")) != before })
+	}
+	b.pause()
+	b.must(": > /tmp/go")
+	if out := b.follow(&harenav1.ConnectRequest{CommandId: id}); out.GetExitCode() != 0 || string(out.stdout) != "sender True\nreceiver True\n" {
+		t.Errorf("%v, stdout %q, stderr %q", out.Result, out.stdout, out.stderr)
+	}
+}
+
+// smallBuild is a build of so many steps by two workers, as make -j2 would run it: each step needs the one before, which the other
+// worker makes, and consists of several processes. The last waits for /tmp/go. At the end all is made again, by one, and compared.
+const smallBuild = `set -e
+mkdir /tmp/b && cd /tmp/b && echo start > o0
+step() { { cat o$(($1 - 1)); seq $1 $(($1 + 200)); } | sort | sha256sum > $2; }
+worker() {
+	i=$1
+	while [ $i -le $steps ]; do
+		while [ ! -e o$((i - 1)) ]; do sleep 0.01; done
+		while [ $i = $steps ] && [ ! -e /tmp/go ]; do sleep 0.05; done
+		step $i new$1
+		mv new$1 o$i
+		i=$((i + 2))
+	done
+}
+worker 1 & first=$!
+worker 2 & second=$!
+wait $first
+wait $second
+i=1
+while [ $i -le $steps ]; do
+	step $i again
+	cmp again o$i
+	i=$((i + 1))
+done
+ls o* | wc -l
+`
+
+// TestBuildContinuesAfterPauses: it is stopped again and again in the middle, and is right in the end.
+func TestBuildContinuesAfterPauses(t *testing.T) {
+	b := create(t)
+	id := b.start(&harenav1.Command{Shell: "steps=200\n" + smallBuild})
+	made := func() int {
+		var n int
+		if _, err := fmt.Sscan(b.must("ls /tmp/b | grep -c ^o || true"), &n); err != nil {
+			t.Fatal(err)
+		}
+		return n
+	}
+	eventually(t, "it builds", time.Minute, func() bool { return made() > 1 })
+	var at []int
+	for range 6 {
+		b.pause()
+		n := made()
+		at = append(at, n)
+		eventually(t, "it builds on", time.Minute, func() bool { return made() > n+5 })
+	}
+	if at[len(at)-1] > 200 {
+		t.Errorf("it ended before it was let: %v", at)
+	}
+	b.must(": > /tmp/go")
+	if out := b.follow(&harenav1.ConnectRequest{CommandId: id}); out.GetExitCode() != 0 || string(out.stdout) != "201\n" {
+		t.Errorf("%v, stdout %q, stderr %q", out.Result, out.stdout, out.stderr)
+	}
+	t.Logf("outputs that were there at the pauses: %v", at)
+}
