@@ -1,7 +1,10 @@
 package scenario
 
 import (
+	"encoding/json"
 	"fmt"
+	"os"
+	"path/filepath"
 	"strings"
 	"sync"
 	"testing"
@@ -312,4 +315,58 @@ func TestBuildContinuesAfterPauses(t *testing.T) {
 		t.Errorf("%v, stdout %q, stderr %q", out.Result, out.stdout, out.stderr)
 	}
 	t.Logf("outputs that were there at the pauses: %v", at)
+}
+
+// TestSwapFileOnAVolume: the swap file of a node with a volume takes the memory of paused sandboxes. It is found again after the server was
+// killed, and after the node was down.
+func TestSwapFileOnAVolume(t *testing.T) {
+	o := secondNode(t, "--data-size", "1g", "--swap", "128m")
+	o.must(t, "layer", "import", "--name", "bb:1", "dir:"+busyboxTree(t))
+	file := filepath.Join(o.dir, "swapfile")
+	active := func(when string) {
+		t.Helper()
+		swaps, err := os.ReadFile("/proc/swaps")
+		if err != nil || strings.Count(string(swaps), file+" ") != 1 {
+			t.Fatalf("%s: %s is not swap, once: %v, %s", when, file, err, swaps)
+		}
+	}
+	active("at first")
+	id := o.must(t, "create", "--image", "bb:1")
+	// busybox tail keeps in memory what it is to print.
+	o.must(t, "exec", "-d", id, "--", "sh", "-c", `dd if=/dev/urandom bs=1M count=24 of=/tmp/data && sha256sum </tmp/data >/tmp/sum
+{ cat /tmp/data; : >/tmp/full; while [ ! -e /tmp/go ]; do sleep 0.1; done; } | busybox tail -c 25165824 | sha256sum >/tmp/again`)
+	eventually(t, "it holds memory", 20*time.Second, func() bool { return o.cli(t, "exec", id, "--", "ls", "/tmp/full").code == 0 })
+	var out []struct {
+		Pause struct {
+			Swapped int64  `json:"swapped,string"`
+			Note    string `json:"note"`
+		} `json:"pause"`
+	}
+	said := o.must(t, "pause", id, "--json")
+	if err := json.Unmarshal([]byte(said), &out); err != nil || len(out) != 1 || out[0].Pause.Swapped < 24<<20 && out[0].Pause.Note == "" {
+		t.Errorf("24 MiB of memory are not in swap, and why is not said: %v, %s", err, said)
+	}
+	o.kill()
+	if err := o.start(); err != nil {
+		t.Fatal(err)
+	}
+	active("after a kill")
+	if state := o.must(t, "ps"); !strings.Contains(state, "paused") {
+		t.Errorf("after a kill: %s", state)
+	}
+	o.must(t, "exec", id, "--", "touch", "/tmp/go")
+	eventually(t, "it came back as it was", time.Minute, func() bool { return o.cli(t, "exec", id, "--", "busybox", "cmp", "/tmp/sum", "/tmp/again").code == 0 })
+	o.must(t, "snapshot", id, "--name", "swapped:1") // the volume's copies do not mind that a file beside them is swap
+	o.must(t, "stop", id)
+	o.must(t, "down", "--data", o.dir)
+	<-o.exited
+	_ = o.log.Close()
+	if swaps, err := os.ReadFile("/proc/swaps"); err != nil || strings.Contains(string(swaps), file) {
+		t.Fatalf("after down: %v, %s", err, swaps)
+	}
+	o.flags = nil // they are remembered
+	if err := o.start(); err != nil {
+		t.Fatal(err)
+	}
+	active("after down")
 }
