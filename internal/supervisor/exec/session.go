@@ -296,11 +296,20 @@ func (ses *session) try(ctx context.Context, paths []string, last bool) (found b
 	word := rand.Text()
 	if err := ses.send(ses.shell.report(word)); err == nil {
 		select {
-		case line := <-lines:
-			if _, ok := parseStatus(line, word); !ok {
+		case line, open := <-lines:
+			if _, ok := parseStatus(line, word); ok {
+				return true, ses.begun(ended)
+			}
+			if open {
 				return false, errs.E(errs.Precondition, "the shell %s of the sandbox does not work", ses.shell.name)
 			}
-			return true, ses.begun(ended)
+			// Nobody has the pipe any more: the shell ended, if it ever was.
+			select {
+			case exit := <-ended:
+				ended <- exit
+			case <-wait.Done():
+				return false, errs.E(errs.Precondition, "the shell %s of the sandbox does not work: it closed its descriptors", ses.shell.name)
+			}
 		case exit := <-ended:
 			ended <- exit
 		case <-wait.Done():
