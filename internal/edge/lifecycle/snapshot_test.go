@@ -95,7 +95,11 @@ func (k *packingFake) Finish(_ context.Context, pin func(Layer) error) (*Packed,
 	if err := k.p.ask("finish"); err != nil {
 		return nil, err
 	}
-	if k.p.w.node.Frozen(sandbox.ID(k.o.Sandbox)) && k.p.w.edge.boxes[sandbox.ID(k.o.Sandbox)].state() == sandbox.Running {
+	b, err := k.p.w.edge.find(sandbox.ID(k.o.Sandbox))
+	if err != nil {
+		return nil, err
+	}
+	if k.p.w.node.Frozen(b.id) && b.state() == sandbox.Running {
 		k.p.mu.Lock()
 		k.p.wrong = append(k.p.wrong, "a layer was packed while the sandbox stood still")
 		k.p.mu.Unlock()
