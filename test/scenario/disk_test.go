@@ -49,6 +49,37 @@ func TestDiskLimitOnAVolume(t *testing.T) {
 	}
 }
 
+// A sandbox that may grow larger than the volume fills what is for sandboxes; the node works on, and stopping it is all that others need.
+func TestFullVolumeIsFreedByAStop(t *testing.T) {
+	o := secondNode(t, "--data-size", "1g")
+	o.must(t, "layer", "import", "--name", "bb:1", "dir:"+busyboxTree(t))
+	for round := range 2 {
+		hog := o.must(t, "create", "--image", "bb:1", "--disk", "10g")
+		if r := o.cli(t, "exec", hog, "--", "dd", "if=/dev/zero", "of=/big", "bs=1M", "count=2048"); r.code == 0 || !strings.Contains(r.stderr, "uota") {
+			t.Fatalf("2 GiB on a volume of 1: %+v", r)
+		}
+		if r := o.cli(t, "create", "--image", "bb:1"); r.code == 0 || !strings.Contains(r.stderr, "free disk") || !strings.Contains(r.stderr, "stop sandboxes") {
+			t.Errorf("creation on a full volume: %+v", r)
+		}
+		if round == 1 { // what is on record of it can be changed
+			o.kill()
+			if err := o.start(); err != nil {
+				t.Fatal(err)
+			}
+		}
+		o.must(t, "stop", hog)
+		id := o.must(t, "create", "--image", "bb:1")
+		o.must(t, "exec", id, "--", "dd", "if=/dev/zero", "of=/some", "bs=1M", "count=64")
+		o.must(t, "stop", id)
+		if out := o.must(t, "ps", "--all"); !strings.Contains(out, hog) || strings.Contains(out, "supervisor-lost") {
+			t.Errorf("ps --all: %s", out)
+		}
+	}
+	if out := o.must(t, "doctor"); !strings.Contains(out, "nothing failed, nothing leaked") {
+		t.Error(out)
+	}
+}
+
 // So do ext4 and XFS with project quotas: the kernel bounds exactly, and root inside can neither leave its project nor take another's.
 func TestDiskLimitByProject(t *testing.T) {
 	if the.own == nil {

@@ -117,8 +117,13 @@ func (d *Disk) makeSubvolume(path string, limit int64) error {
 		return err
 	}
 	defer parent.Close()
-	inherit := &qgroupInherit{flags: qgroupInheritSetLimits, limit: qgroupLimit{flags: qgroupLimitMaxRfer, maxRfer: uint64(limit)}}
-	args := &volArgsV2{flags: subvolQgroupInherit, size: uint64(unsafe.Sizeof(*inherit)), inherit: unsafe.Pointer(inherit)}
+	inherit := &pooledInherit{qgroupInherit{flags: qgroupInheritSetLimits, limit: qgroupLimit{flags: qgroupLimitMaxRfer, maxRfer: uint64(limit)}}, poolGroup}
+	args := &volArgsV2{flags: subvolQgroupInherit, size: uint64(unsafe.Sizeof(inherit.qgroupInherit)), inherit: unsafe.Pointer(inherit)}
+	d.mu.Lock()
+	if d.pool >= 0 {
+		inherit.groups, args.size = 1, uint64(unsafe.Sizeof(*inherit))
+	}
+	d.mu.Unlock()
 	if copy(args.name[:len(args.name)-1], name) != len(name) {
 		return fmt.Errorf("subvolume %q: %w", name, unix.ENAMETOOLONG)
 	}

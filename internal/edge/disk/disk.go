@@ -35,15 +35,19 @@ type Disk struct {
 	mode Mode
 	// reflinks: the file system shares the blocks of copies.
 	reflinks bool
-	sysfs    string     // of the quota groups
-	mu       sync.Mutex // project IDs are chosen one at a time
-	project  uint32     // chosen last
+	sysfs    string // of the quota groups
+	owned    bool   // the volume is Harena's alone
+
+	mu      sync.Mutex // guards the following; project IDs are chosen one at a time
+	project uint32     // chosen last
+	pool    int64      // the limit of all layers as it was set last; negative: there is none
+	leave   int64      // what layers leave free together
 }
 
 // Open finds out what the file system of root offers. Quota groups are switched on where owned says that the volume is
 // there for Harena alone; on another btrfs they are used when they are on.
 func Open(root string, owned bool) (*Disk, error) {
-	d := &Disk{root: root, mode: ModeWatch}
+	d := &Disk{root: root, mode: ModeWatch, owned: owned, pool: -1}
 	var st unix.Statfs_t
 	if err := unix.Statfs(root, &st); err != nil {
 		return nil, fmt.Errorf("look at the file system of %s: %w", root, err)

@@ -48,7 +48,7 @@ func (e *Edge) Create(ctx context.Context, req *edgev1.CreateRequest) (*harenav1
 
 func (e *Edge) create(ctx context.Context, rq *request) (*harenav1.CreateResponse, error) {
 	for {
-		b, err := e.claim(rq)
+		b, err := e.claim(ctx, rq)
 		if err != nil {
 			return nil, err
 		}
@@ -147,8 +147,8 @@ func fingerprint(project string, spec *harenav1.SandboxSpec) (string, error) {
 }
 
 // claim returns the sandbox that an equal request made, or admits a new one and starts its creation.
-func (e *Edge) claim(rq *request) (*box, error) {
-	pressure, _ := e.sampler.get(false)
+func (e *Edge) claim(ctx context.Context, rq *request) (*box, error) {
+	pressure := e.room(ctx)
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	b := e.boxes[rq.id]

@@ -4,8 +4,10 @@ import (
 	"context"
 	"fmt"
 	"path/filepath"
+	"time"
 
 	harenav1 "github.com/harena-dev/harena/api/harena/v1"
+	"github.com/harena-dev/harena/internal/edge/admission"
 	"github.com/harena-dev/harena/internal/edge/backend"
 	"github.com/harena-dev/harena/internal/edge/disk"
 	"github.com/harena-dev/harena/internal/sandbox"
@@ -13,6 +15,42 @@ import (
 
 // diskSlack is what a failed sandbox may exceed its bound by: serving its files needs a directory or two.
 const diskSlack = 16 << 20
+
+// On a volume of its own a node keeps room for itself, see disk.Pool.
+const (
+	poolMargin   = 16 << 20 // above it, for a new sandbox
+	balanceEvery = 2 * time.Second
+	settleWithin = 3 * time.Second
+)
+
+// keepRoom has all sandboxes leave room for the node whatever else is written.
+func (e *Edge) keepRoom(ctx context.Context) {
+	tick := time.NewTicker(balanceEvery)
+	defer tick.Stop()
+	for {
+		select {
+		case <-tick.C:
+		case <-ctx.Done():
+			return
+		}
+		if err := e.disk.Balance(); err != nil {
+			e.log.Error("the limit of all writable layers could not be set", "err", err)
+		}
+	}
+}
+
+// room is the state of the machine; on a full volume after what was erased has come back.
+func (e *Edge) room(ctx context.Context) admission.Snapshot {
+	s, _ := e.sampler.get(false)
+	if e.left == 0 || s.DiskFree < 0 || s.DiskFree >= e.cfg.Limits.DiskReserve {
+		return s
+	}
+	if err := e.disk.Settle(ctx, e.left+poolMargin, settleWithin); err != nil {
+		e.log.Warn("the disk's free space could not be brought up to date", "err", err)
+	}
+	s, _ = e.sampler.get(true)
+	return s
+}
 
 // lister is what a backend can do whose processes are the node's own.
 type lister interface {
@@ -28,6 +66,13 @@ func (e *Edge) openDisk() (err error) {
 		return e.records.fault("look at the disk", err)
 	}
 	e.records.disk = e.disk
+	if e.left, err = e.disk.Pool(e.cfg.Limits.DiskReserve); err != nil {
+		return e.records.fault("keep room on the disk", err)
+	}
+	if e.left > 0 {
+		// When sandboxes have used up what they may, there is room for the node, and none for another sandbox.
+		e.sampler.kept = e.left + poolMargin - e.cfg.Limits.DiskReserve
+	}
 	if e.disk.Mode() == disk.ModeWatch {
 		e.watch = disk.NewWatch(e.dir.Path(), e.overDisk)
 	}

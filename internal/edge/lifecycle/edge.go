@@ -113,6 +113,7 @@ type Edge struct {
 	records   records
 	trash     *trash
 	disk      *disk.Disk
+	left      int64       // what sandboxes leave free of a volume of the node's own; 0 for another disk
 	watch     *disk.Watch // nil where the file system bounds writable layers
 	events    *events.Log
 	timers    *timers
@@ -200,6 +201,9 @@ func Open(ctx context.Context, c Config) (*Edge, error) {
 	}
 	if e.watch != nil {
 		e.loops.Go(func() { e.watch.Run(e.ctx) })
+	}
+	if e.left > 0 {
+		e.loops.Go(func() { e.keepRoom(e.ctx) })
 	}
 	if c.Poll > 0 {
 		e.loops.Go(func() { e.poll(e.ctx) })

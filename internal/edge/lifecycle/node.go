@@ -16,6 +16,7 @@ import (
 type sampler struct {
 	node  Node
 	clock Clock
+	kept  int64 // free bytes of the disk that are not for sandboxes
 
 	mu   sync.Mutex
 	last admission.Snapshot
@@ -30,6 +31,9 @@ func (s *sampler) get(fresh bool) (admission.Snapshot, time.Time) {
 	defer s.mu.Unlock()
 	if now := s.clock.Now(); fresh || s.at.IsZero() || now.Sub(s.at) >= sampleEvery || now.Before(s.at) {
 		s.last, s.at, s.n = s.node.Snapshot(), now, 0
+		if s.last.DiskFree >= 0 {
+			s.last.DiskFree = max(s.last.DiskFree-s.kept, 0)
+		}
 	}
 	return s.last, s.at
 }

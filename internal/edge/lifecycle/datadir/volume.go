@@ -21,6 +21,10 @@ const (
 	// MinVolume is the smallest volume: btrfs keeps some hundred MiB to itself.
 	MinVolume = 1 << 30
 
+	// sharedGroups is the size from which data and metadata have block groups of their own. In a smaller volume metadata get none when
+	// data was allocated in all chunks, half used or not: then nothing can even be removed.
+	sharedGroups = 50 << 30
+
 	iocResize = 0x50009403 // BTRFS_IOC_RESIZE, include/uapi/linux/btrfs.h
 )
 
@@ -134,7 +138,11 @@ func (d *Dir) makeVolume(img string, size int64) (err error) {
 		return d.reserveFault(size, err)
 	}
 	// Not discarding keeps the space reserved. One copy of the metadata: both would lie on the same disk.
-	if out, err := exec.Command(mkfs, "-q", "-f", "-K", "-m", "single", "-d", "single", tmp).CombinedOutput(); err != nil {
+	args := []string{"-q", "-f", "-K", "-m", "single", "-d", "single"}
+	if size < sharedGroups {
+		args = append(args, "--mixed")
+	}
+	if out, err := exec.Command(mkfs, append(args, tmp)...).CombinedOutput(); err != nil {
 		return errs.E(errs.Precondition, "mkfs.btrfs could not make the volume: %w: %.500s", err, out).On("data directory %s", d.path)
 	}
 	if err := f.Sync(); err != nil {
@@ -183,16 +191,19 @@ func (d *Dir) mountVolume(img string, have, want int64) (err error) {
 	}
 	// While it is mounted this only marks it to go with its last user.
 	defer func() { _, derr := losetup("--detach", device); err = errors.Join(err, derr) }()
+	// One that is still attached, for somebody else's mount of before, has the size that the file had then.
+	if _, err := losetup("--set-capacity", device); err != nil {
+		return errs.E(errs.Precondition, "the loop device %s does not take the size of %s: %w", device, img, err)
+	}
 	// Past the page cache of the file below, where that can be: what is cached twice is paid twice.
 	_, _ = losetup("--direct-io=on", device)
 	if err := unix.Mount(device, d.path, "btrfs", unix.MS_NOSUID|unix.MS_NODEV|unix.MS_NOATIME, "nodiscard"); err != nil {
 		return errs.E(errs.Precondition, "the volume %s cannot be mounted: %w", img, err).On("data directory %s", d.path).
 			WithHint("the kernel needs btrfs; `btrfs check %s` tells whether the volume is whole", img)
 	}
-	if want > have {
-		if err := growToMax(d.path); err != nil {
-			return errors.Join(err, unix.Unmount(d.path, unix.MNT_DETACH))
-		}
+	// Also when an earlier start made the file larger and did not get here.
+	if err := growToMax(d.path); err != nil {
+		return errors.Join(err, unix.Unmount(d.path, unix.MNT_DETACH))
 	}
 	return nil
 }

@@ -82,10 +82,26 @@ func TestVolume(t *testing.T) {
 	if _, err := Inspect(dir); errs.KindOf(err) != errs.NotFound {
 		t.Fatalf("inspect: %v", err)
 	}
-	// It grows, keeps what it has, and does not shrink.
+	// It grows, keeps what it has, and does not shrink; also while somebody else keeps the loop device from going.
+	if d, err = open(0); err != nil {
+		t.Fatal(err)
+	}
+	device, err := exec.Command("findmnt", "-n", "-o", "SOURCE", dir).Output()
+	if err != nil {
+		t.Fatal(err)
+	}
+	holder, err := os.Open(strings.Fields(string(device))[0])
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer holder.Close()
+	if err := d.Down(); err != nil {
+		t.Fatal(err)
+	}
 	if d, err = open(MinVolume + 512<<20); err != nil {
 		t.Fatal(err)
 	}
+	holder.Close()
 	if _, err := os.Lstat(kept); err != nil || d.Edge() != edge || capacity() != MinVolume+512<<20 {
 		t.Fatalf("after growing: %v, edge %s, %d bytes", err, d.Edge(), capacity())
 	}
